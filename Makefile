@@ -7,7 +7,7 @@ PIP = $(VENV)/bin/python -m pip --disable-pip-version-check install -q
 # Beside the environment, as no other command needs them; without their own needs, which contradict each other.
 ZOO = diffusers dynamic-network-architectures monai segmentation-models-pytorch timm torchvision
 
-.PHONY: search test lint bench zoo notebooks docs clean
+.PHONY: search test lint bench zoo notebooks pages docs clean
 
 search: $(VENV)/.installed  ## the best strategy: make search MODEL=resnet50 GPUS=64 ARGS="--profile p100"
 	$(VENV)/bin/python -m layerwise.search $(MODEL) --gpus $(GPUS) $(ARGS)
@@ -26,7 +26,11 @@ notebooks: $(VENV)/.installed-dev  ## run every notebook; `make docs` shows what
 	cp notebooks/*.ipynb build/notebooks
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q --nbmake --overwrite --nbmake-timeout=240 build/notebooks
 
+pages: $(VENV)/.installed-docs  ## write the commands' help and the public names' docstrings into docs/reference
+	$(VENV)/bin/python -m docs.pages $(ARGS)
+
 docs: $(VENV)/.installed-docs  ## the documentation, into site/; `make notebooks docs` for the tutorials' pictures
+	$(VENV)/bin/python -m docs.pages --check
 	$(VENV)/bin/mkdocs build --strict $(ARGS)
 
 bench: $(VENV)/.installed-dev  ## search and table times, as in docs/benchmarks

@@ -285,7 +285,7 @@ def main() -> int:
     p.add_argument("--timeout", type=float, default=600, help="seconds; 0: none")
     p.add_argument("--grace", type=float, default=10, help="seconds that the other ranks get after one fails")
     p.add_argument("--port", type=int, default=29500)
-    p.add_argument("--cpu-quota", type=float, help="hard limit of CPU cores for each rank, as 0.4")
+    p.add_argument("--cpu-quota", default="", help="hard limit of CPU cores for each rank: 0.4; or of each 0.2,0.4")
     p.add_argument("--all-output", action="store_true", help="what every rank prints, not rank 0 only")
     p.add_argument("--kill-rank", type=parse_fault, action="append", default=[], metavar="RANK[@SEC]")
     p.add_argument("--cut-node", type=parse_fault, action="append", default=[], metavar="NODE[@SEC]")
@@ -299,8 +299,12 @@ def main() -> int:
     world = args.nodes * args.ranks_per_node
     if not args.command:
         p.error("no command: put it after --")
-    if args.cpu_quota is not None and args.cpu_quota <= 0:
-        p.error("--cpu-quota must be above 0")
+    try:
+        cores = [float(part) for part in args.cpu_quota.split(",") if part]
+    except ValueError:
+        cores = [0.0]
+    if len(cores) not in (0, 1, world) or min(cores, default=1.0) <= 0:
+        p.error(f"--cpu-quota must be a number above 0, or {world} of them")
     if args.nodes < 1 or args.ranks_per_node < 1:
         p.error("--nodes and --ranks-per-node must be at least 1")
     if any(i >= world for i, _ in args.kill_rank):
@@ -313,7 +317,7 @@ def main() -> int:
     if args.wait_quiet:
         wait_until_quiet(args.wait_quiet)
     try:
-        with quotas(world, args.cpu_quota) as cgroups:
+        with quotas(cores * world if len(cores) == 1 else cores) as cgroups:
             return launch(args, cgroups)
     except EmulationError as error:
         say(f"error: {error}")

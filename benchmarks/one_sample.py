@@ -1,10 +1,13 @@
 """python -m benchmarks.one_sample: one sample on four ranks (gloo, this machine), by layerwise and by others.
 
-Convolutions of the kinds that the others say they take (stride 1 where padded, else stride = kernel) are split along
-the last dimension by each. Against one device, in float32: the largest relative difference of the output and of the
-gradients; CPU time of a step (forward and backward) on the slowest rank, over that of one device in the same run.
+2-D, 3-D: convolutions of the kinds that the others say they take (stride 1 where padded, else stride = kernel), split
+along the last dimension by each. Against one device, in float32: the largest relative difference of the output and of
+the gradients; CPU time of a step (forward and backward) on the slowest rank, over that of one device in the same run.
+decoder: HunyuanVideo's of diffusers, small, split along the height; inference alone.
 
---distconv: a checkout of github.com/LBANN/DistConv, which needs torch alone; nothing of it is here.
+--others FOLDER: what others need, in a folder of its own, since their needs would replace the environment's:
+    pip install --no-deps --target FOLDER nvidia-physicsnemo distvae warp-lang tensordict NEEDS...
+--distconv CHECKOUT: of github.com/LBANN/DistConv, which needs torch alone.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import layerwise
@@ -63,13 +66,20 @@ def split(way: str, model: Scored, x: Tensor):
         model.forward = lambda x: (((out := convolutions(x).to_replicate()) - 0.3).square().mean(), out)
         return model, DCTensor.distribute(x, cut), ()
     mesh = init_device_mesh("cpu", (RANKS,))
+    if way == "ShardTensor":
+        from physicsnemo.distributed import DistributedManager
+        from physicsnemo.domain_parallel import register_custom_ops, scatter_tensor
+
+        DistributedManager.initialize()
+        register_custom_ops()  # as it does itself where there is a GPU
+        return model, scatter_tensor(x, 0, mesh, (Shard(x.dim() - 1),)), ()
     if way == "tensor parallel":
         return parallelize_module(model, mesh, {"layers.2": ColwiseParallel()}), x, ()
     return distribute_module(model, mesh), distribute_tensor(x, mesh, [Shard(x.dim() - 1)]), ()
 
 
 def full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
+    return tensor.full_tensor().detach() if hasattr(tensor, "full_tensor") else tensor.detach()
 
 
 def away(measured: Tensor, wanted: Tensor) -> float:
@@ -101,32 +111,76 @@ def trial(way: str, dims: int) -> dict[str, float]:
     return result | {"time": median(seconds[1::2].tolist()) / median(seconds[::2].tolist())}
 
 
+def decoded(way: str) -> dict[str, float]:
+    """Difference of a video that a way decodes, and its time."""
+    from diffusers import AutoencoderKLHunyuanVideo
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    sizes = {"latent_channels": 4, "block_out_channels": (16, 16, 32, 32), "layers_per_block": 1, "norm_num_groups": 4}
+    vae, latent = AutoencoderKLHunyuanVideo(**sizes).eval(), torch.randn(1, 4, 3, 16, 8)
+    single = copy.deepcopy(vae)
+    if way == "DistVAE":
+        from distvae.vae import parallelize_decoder
+
+        parallelize_decoder(vae, None)
+    else:
+        strategy = {name: {"h": RANKS} for name in ("conv_in.conv", "up_blocks.*", "conv_out.conv")}
+        options = layerwise.ParallelOptions(profile="cpu", measure_s=0)
+        vae.decoder = layerwise.parallelize(
+            vae.decoder, latent, batch=1, inference=True, strategy=strategy, verbose=False, options=options
+        )
+    times = []
+    with torch.inference_mode():
+        for _ in range(STEPS):
+            for model in (single, vae):
+                dist.barrier()
+                began = time.process_time()
+                video = model.decode(latent).sample
+                times.append(time.process_time() - began)
+        result = {"output": away(video, single.decode(latent).sample)}
+    seconds = torch.tensor(times)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return result | {"time": median(seconds[1::2].tolist()) / median(seconds[::2].tolist())}
+
+
 def main() -> None:
     """Print a line for each network and way; a way that raises says what."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--distconv", metavar="CHECKOUT", help="run it, too")
+    parser.add_argument("--distconv", metavar="CHECKOUT", help="run DistConv, too")
+    parser.add_argument("--others", metavar="FOLDER", help="run ShardTensor and DistVAE, too")
     parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:
         dist.init_process_group("gloo")
         try:
-            print(json.dumps(trial(args.rank[0], int(args.rank[1]))), flush=True)
+            case = args.rank[1]
+            result = decoded(args.rank[0]) if case == "decoder" else trial(args.rank[0], int(case))
+            print(json.dumps(result), flush=True)
         except Exception as error:  # of any library: it is the result
             print(json.dumps({"raises": f"{type(error).__name__}: {' '.join(str(error).split())[:90]}"}), flush=True)
             os._exit(1)  # torchrun ends the other ranks
         return
-    python = os.pathsep.join([args.distconv or "", os.environ.get("PYTHONPATH", "")]).strip(os.pathsep)
+    python = os.pathsep.join(filter(None, [args.distconv, os.environ.get("PYTHONPATH"), args.others]))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONPATH": python}
-    for dims in SIDES:
-        for way in ("layerwise", "DTensor", "tensor parallel", *(["DistConv"] if args.distconv else [])):
+    ways = ["layerwise", "DTensor", "tensor parallel"]
+    ways += ["DistConv"] * bool(args.distconv) + ["ShardTensor"] * bool(args.others)
+    races = {**dict.fromkeys(map(str, SIDES), ways), "decoder": ["layerwise", *["DistVAE"] * bool(args.others)]}
+    for case, those in races.items():
+        for way in those:
             command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
-            command += ["-m", "benchmarks.one_sample", "--rank", way, str(dims)]
+            command += ["-m", "benchmarks.one_sample", "--rank", way, case]
             done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
             ranks = [json.loads(line) for line in re.findall(r"\{.*?\}", done.stdout)]
             worst = next((rank for rank in ranks if "raises" in rank), None) or {
                 key: f"{max(rank[key] for rank in ranks):.2g}" for key in ranks[0]
             }
-            print(f"{dims}-D", way, *(f"{key} {value}" for key, value in worst.items()), flush=True)
+            print(
+                f"{case}-D" if case.isdigit() else case,
+                way,
+                *(f"{key} {value}" for key, value in worst.items()),
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

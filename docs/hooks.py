@@ -1,12 +1,11 @@
-"""What MkDocs takes from the repository instead of a copy: the notebooks, and the help of every command."""
+"""What MkDocs takes from elsewhere in the repository instead of a copy: the notebooks, and three pages."""
 
 from __future__ import annotations
 
-import argparse
-import importlib
 import json
 import logging
 import os
+import posixpath
 import re
 from pathlib import Path
 
@@ -17,8 +16,15 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+# Files of the repository, and the site's pages of them. Pages link to the former, so that they can be read there, too.
+ELSEWHERE = {
+    "ARCHITECTURE.md": "explanation/architecture.md",
+    "CHANGELOG.md": "changelog.md",
+    "profiles/README.md": "reference/profile_format.md",
+    **{f"notebooks/{path.name}": f"tutorials/{path.name}" for path in NOTEBOOKS},
+}
+LINK = re.compile(r"(?<=\]\()([^)#:\s]+)")
 log = logging.getLogger("mkdocs.hooks")
-HELP = re.compile(r"<!-- help: ([\w-]+) -->")
 
 
 def _tutorial(notebook: Path) -> Path:
@@ -36,9 +42,9 @@ def _sources(notebook: Path) -> list[str]:
 
 @event_priority(100)  # before mkdocs-jupyter looks for notebooks
 def _add(files: Files, config: MkDocsConfig) -> Files:
-    """Notebooks stay in notebooks/, without outputs."""
-    for path in NOTEBOOKS:
-        files.append(File.generated(config, f"tutorials/{path.name}", abs_src_path=str(path)))
+    """The pages are not copied into docs/; notebooks are kept without outputs."""
+    for file, page in ELSEWHERE.items():
+        files.append(File.generated(config, page, abs_src_path=str(ROOT / file)))
     return files
 
 
@@ -55,15 +61,11 @@ on_files = CombinedEvent(_add, _place)
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """`<!-- help: search -->` becomes what `layerwise search --help` prints."""
-    return HELP.sub(lambda found: _help(found[1]), markdown)
+    """Links to the repository's files lead to the site's pages of them."""
+    folder = posixpath.dirname(page.file.src_uri)
 
+    def moved(link: re.Match[str]) -> str:
+        file = posixpath.normpath(posixpath.join("docs", folder, link[0]))
+        return os.path.relpath(ELSEWHERE[file], folder or ".") if file in ELSEWHERE else link[0]
 
-def _help(command: str) -> str:
-    os.environ |= {"COLUMNS": "100", "NO_COLOR": "1"}
-    from layerwise.__main__ import COMMANDS
-
-    parser: argparse.ArgumentParser = importlib.import_module(COMMANDS[command][0]).parser()
-    below = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-    texts = [parser.format_help(), *(one.format_help() for action in below for one in action.choices.values())]
-    return "\n".join(f"```text\n{text.rstrip()}\n```\n" for text in texts)
+    return LINK.sub(moved, markdown)

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer, with a small language model of random weights. Needs: pip install layerwise[huggingface]
+"""BERT by Hugging Face's Trainer, small and with random weights. Needs: pip install layerwise[huggingface]
 
 python examples/train_transformers.py
 torchrun --nproc-per-node 2 examples/train_transformers.py
@@ -9,7 +9,7 @@ import os
 import tempfile
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments
+from transformers import BertConfig, BertForSequenceClassification, TrainerCallback, TrainingArguments
 
 import layerwise
 from layerwise.integrations.transformers import LayerwiseTrainer
@@ -23,8 +23,9 @@ class Losses(TrainerCallback):
 
 def main(steps: int, measure_s: float, out: str | None) -> None:
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=128, n_embd=32, n_layer=2, n_head=4, n_positions=32, use_cache=False)
-    texts = [{"input_ids": ids, "labels": ids} for ids in torch.randint(128, (8, 16))]
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = BertForSequenceClassification(BertConfig(vocab_size=128, max_position_embeddings=32, **sizes))
+    texts = [{"input_ids": ids, "labels": (ids[0] < 64).long()} for ids in torch.randint(128, (8, 16))]
     arguments = TrainingArguments(
         out or tempfile.mkdtemp(),
         per_device_train_batch_size=8 // int(os.environ.get("WORLD_SIZE", "1")),
@@ -39,7 +40,7 @@ def main(steps: int, measure_s: float, out: str | None) -> None:
     )
     options = layerwise.ParallelOptions(measure_s=measure_s)
     trainer = LayerwiseTrainer(  # was: Trainer(...)
-        GPT2LMHeadModel(config), arguments, train_dataset=texts, callbacks=[Losses()], keywords={"options": options}
+        model, arguments, train_dataset=texts, callbacks=[Losses()], keywords={"options": options}
     )
     trainer.train()
 

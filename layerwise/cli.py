@@ -170,7 +170,8 @@ def machine_arguments(
     """Adds the device graph: --gpus or --nodes, and `profile_arguments`."""
     group = parser.add_argument_group("machine")
     size = group.add_mutually_exclusive_group()
-    size.add_argument("--gpus", type=int, metavar="N", help="devices: fewer than a node has, or whole nodes")
+    help_gpus = "devices: fewer than a node has, or whole nodes; of unlike ones a6000:1,rtx2080ti:2, in ranks' order"
+    size.add_argument("--gpus", type=devices_argument, metavar="N", help=help_gpus)
     size.add_argument("--nodes", type=count, metavar="M", help="nodes, instead of --gpus")
     profile_arguments(group, default, default_name)
 
@@ -193,11 +194,17 @@ def profile_arguments(
 
 
 def settle_machine(args: argparse.Namespace) -> None:
-    """Puts what --link and --intra ask for into args.profile, and what --nodes asks for into args.gpus."""
+    """Puts what --link, --intra and kinds of devices ask for into args.profile, and --nodes into args.gpus."""
     links = {name: value for name in ("intra", "link") if (value := getattr(args, name)) is not None}
+    if isinstance(kinds := getattr(args, "gpus", None), str):
+        links["kinds"] = kinds.replace(",", "+")
+        args.profile = kinds.partition(":")[0].partition("@")[0] if args.profile in (None, DEFAULT) else args.profile
+        args.gpus = sum(int(kind.rpartition(":")[2]) for kind in kinds.split(","))
     if links:
         if args.profile is not None and args.profile.endswith(".json"):
-            raise LayerwiseError(f"--{' and --'.join(links)}: the profile {args.profile} states its own links")
+            flags = " and ".join(f"--{'gpus' if name == 'kinds' else name}" for name in links)
+            its = "devices" if "kinds" in links else "links"
+            raise LayerwiseError(f"{flags}: the profile {args.profile} states its own {its}")
         stated = {"node": args.gpus_per_node, **links}
         options = [f"{name}={value}" for name, value in stated.items() if value is not None]
         args.profile = ",".join([args.profile or DEFAULT, *options])
@@ -205,6 +212,13 @@ def settle_machine(args: argparse.Namespace) -> None:
         if args.nodes is None:
             raise LayerwiseError("the following arguments are required: --gpus (or --nodes)")
         args.gpus = args.nodes * (args.gpus_per_node or load(args.profile or DEFAULT).gpus_per_node)
+
+
+def devices_argument(text: str) -> int | str:
+    """`4`, or `a6000:1,rtx2080ti:2` of devices of several kinds."""
+    if re.fullmatch(r"[\w.@-]+:[0-9]{1,6}(,[\w.@-]+:[0-9]{1,6})*", text):
+        return text
+    return argument(text, int, lambda _: True, "a number of devices such as 4, or kinds such as a6000:1,rtx2080ti:2")
 
 
 def training_arguments(parser: argparse.ArgumentParser) -> None:

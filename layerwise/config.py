@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from math import prod
+from math import gcd, prod
 from typing import Literal, get_args
 
 from layerwise.arguments import Count, checked, checked_values
@@ -14,7 +14,9 @@ from layerwise.geometry import nests
 from layerwise.ops.facts import Dim
 
 ORDER = ("n", "c", "d", "h", "w", "l", "s", "k")  # in which degrees are written
-NOT_DEGREES = ("placement", "recompute", "states")  # what a configuration has besides, as it is written
+NOT_DEGREES = ("placement", "recompute", "states", "weights")  # what a configuration has besides, as it is written
+MAX_WEIGHT = 10_000
+EVEN = {"c", "k"}  # whose cuts are even, whatever the weights, as those of DTensors are
 REDUCE_ORDER = ("c", "n", "d", "h", "w", "l", "s")  # where a reduction's result may be scattered, first that has room
 
 Placement = Literal["contiguous", "strided"]
@@ -35,6 +37,8 @@ class Config:
         states: Of parameters that r devices replicate. "sharded": each has 1/r of the optimizer's state, updates that
             much, and gathers the rest (ZeRO-1). "gathered": each has 1/r of the parameters, too, which are gathered for
             the forward pass and for the backward pass (ZeRO-3).
+        weights: Of unequal devices, what each gets in proportion; one of weight 0 has no cell. Cells are numbered along
+            the others, and cuts of n, d, h, w, l and s are in the proportion of what lies on both sides. (): all equal.
 
     Examples:
         >>> config = Config.of({"n": 4, "c": 2})
@@ -46,16 +50,18 @@ class Config:
     placement: Placement = "contiguous"
     recompute: bool = False
     states: States = "replicated"
+    weights: tuple[int, ...] = ()
     _hash: int = field(init=False, repr=False, compare=False)  # many are looked up by it
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash((self.degrees, self.placement, self.recompute, self.states)))
+        object.__setattr__(self, "_hash", hash(self.__reduce__()[1]))
 
     def __hash__(self) -> int:
         return self._hash
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Config, (self.degrees, self.placement, self.recompute, self.states)  # hashes of strings differ elsewhere
+        parts = self.degrees, self.placement, self.recompute, self.states, self.weights
+        return Config, parts  # hashes of strings differ elsewhere
 
     @staticmethod
     @checked
@@ -79,7 +85,21 @@ class Config:
     def saving(self, *, recompute: bool, states: States) -> Config:
         """The configuration with these choices that save memory."""
         same = recompute == self.recompute and states == self.states
-        return self if same else _made(self.degrees, self.placement, recompute, states)
+        return self if same else _made(self.degrees, self.placement, recompute, states, self.weights)
+
+    def weighted(self, weights: tuple[int, ...]) -> Config:
+        """The configuration on unequal devices: with the weights that say the same in the smallest numbers."""
+        some = [w for w in weights if w]
+        divisor = some[0] if len(set(some)) == 1 else gcd(*some)
+        weights = tuple(w // divisor for w in weights)
+        if weights[: len(some)] == (1,) * len(some):  # equal ones, on the first devices
+            weights = ()
+        return replace(self, placement="contiguous", weights=weights)
+
+    @property
+    def uneven(self) -> bool:
+        """Whether devices with a cell differ in weight."""
+        return len(set(self.weights) - {0}) > 1
 
     @property
     def alters_saved(self) -> bool:
@@ -90,10 +110,17 @@ class Config:
     def marks(self) -> tuple[str, ...]:
         """The choices beside degrees: `("strided", "recompute", "sharded")`."""
         said = [(self.placement, "contiguous"), ("recompute" * self.recompute, ""), (self.states, "replicated")]
+        said.append((":".join(map(str, self.weights)), ""))
         return tuple(word for word, default in said if word != default)
 
     def __str__(self) -> str:
         return "/".join(["{" + ", ".join(f"{d}={v}" for d, v in self.degrees) + "}", *self.marks])
+
+
+def fewer(weights: tuple[int, ...], devices: int) -> tuple[int, ...]:
+    """These weights of so many devices, those that do most (of equal ones the first), and 0 of the others."""
+    kept = set(sorted(range(len(weights)), key=lambda i: -weights[i])[:devices])
+    return tuple(w if i in kept else 0 for i, w in enumerate(weights))
 
 
 _made = lru_cache(1 << 16)(Config)  # a search asks for the same ones over and over
@@ -126,6 +153,9 @@ class SearchSpace:
         replicas: Groups of devices, one after another, each of which computes samples of its own in every layer that
             has a sample dimension: it is split into a multiple of so many parts, and no tensor leaves its group.
         fixed: Layers that keep a configuration, by name (`search.fixed`).
+        weights: Of unequal devices, the vectors of weights that every layer may have beside equal ones
+            (`CostModel.weights`), on any number of devices: those that do most. (): equal ones alone. None: those of
+            the model.
 
     Examples:
         >>> from layerwise.ops.facts import Dim
@@ -139,8 +169,11 @@ class SearchSpace:
     spread: bool = False  # also try a configuration on fewer devices strided: worthwhile where there are several nodes
     replicas: Count = 1
     fixed: tuple[tuple[str, Config], ...] = ()
+    weights: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
+        if self.weights and self.replicas > 1:
+            raise LayerwiseError("replicas are of equal devices: leave them out where devices are unequal")
         if self.replicas < 1 or self.devices % self.replicas:
             raise LayerwiseError(f"{self.devices} devices cannot be {self.replicas} replicas of equally many")
 
@@ -174,7 +207,7 @@ class SearchSpace:
 @lru_cache(maxsize=4096)
 def _configurations(space: SearchSpace, dims: tuple[Dim, ...]) -> tuple[Config, ...]:
     labels = [d.label for d in dims if d.label in space.dims]
-    divisors = [d for d in range(1, space.devices + 1) if space.devices % d == 0]
+    divisors = [d for d in range(1, space.devices + 1) if space.weights or space.devices % d == 0]
     if space.powers_of_two:
         divisors = [d for d in divisors if d & (d - 1) == 0]
     result = []
@@ -185,7 +218,18 @@ def _configurations(space: SearchSpace, dims: tuple[Dim, ...]) -> tuple[Config, 
                 result.append(config)
                 if (space.spread or space.replicas > 1) and 1 < total < space.devices:
                     result.append(Config(config.degrees, "strided"))
+                result += dict.fromkeys(_weighted(config, space.weights or (), dims))
     return tuple(config for config in result if not space.crosses(config, dims))
+
+
+def _weighted(config: Config, vectors: Sequence[tuple[int, ...]], dims: Sequence[Dim]) -> Iterator[Config]:
+    """A configuration with each of the weights, and on the devices that do most with equal ones."""
+    for vector in vectors:
+        most = fewer(vector, config.total)
+        for weights in (tuple(int(w > 0) for w in most), most):
+            found = config.weighted(weights)
+            if found.weights and is_legal(found, dims) and not (found.uneven and set(dict(config.degrees)) <= EVEN):
+                yield found
 
 
 def _factorisations(total: int, parts: int) -> Iterator[tuple[int, ...]]:
@@ -214,6 +258,8 @@ def why_illegal(config: Config, dims: Sequence[Dim]) -> str | None:
             return f"cannot be split along {label!r} (its dimensions: {possible})"
         if degree > most[label]:
             return f"{label}={degree} is more than the {most[label]} parts it can be cut into"
+    if config["k"] > 1 and config.uneven:
+        return f"k={config['k']} is cut among devices of equal weight only"
     if config["k"] > 1 and reduce_axis(config, dims) is None:
         return f"k={config['k']} leaves no dimension with room to scatter the sums over"
     return None
@@ -253,15 +299,31 @@ def parse(degrees: object, dims: Sequence[Dim], devices: int, layer: str) -> Con
             wanted = f"a dimension ({', '.join(ORDER)}) and a degree >= 1"
             raise LayerwiseError(f"layer {layer!r}: {label!r}: {degree!r} is not {wanted}")
     config = Config.of({k: v for k, v in degrees.items() if k not in NOT_DEGREES}, placement)
+    if "weights" in degrees:
+        config = config.weighted(parse_weights(degrees["weights"], devices, f"layer {layer!r}"))
     check(config, dims, devices, layer)
     if config.total in (1, devices):
-        config = Config(config.degrees)
+        config = replace(config, placement="contiguous")
     return replace(config, recompute=recompute, states=states)
+
+
+def parse_weights(value: object, devices: int, what: str) -> tuple[int, ...]:
+    """Weights as they are written: a whole number a device, not all of them 0. LayerwiseError for anything else."""
+    numbers = value if isinstance(value, list | tuple) else ()
+    if len(numbers) != devices or any(type(w) is not int or not 0 <= w <= MAX_WEIGHT for w in numbers):
+        raise LayerwiseError(
+            f"{what}: weights are {devices} whole numbers from 0 to {MAX_WEIGHT:,}, one a device, not {value!r}"
+        )
+    if not any(numbers):
+        raise LayerwiseError(f"{what}: weights of 0 leave every device without a box")
+    return tuple(numbers)
 
 
 def check(config: Config, dims: Sequence[Dim], devices: int, layer: str) -> None:
     """LayerwiseError where a layer with these dimensions cannot be split so over these devices."""
     reason = why_illegal(config, dims)
+    if reason is None and config.weights and config.total != (having := sum(w > 0 for w in config.weights)):
+        reason = f"{config} has {config.total} boxes, and its weights give {having} devices one"
     if reason is None and config.total > devices:
         reason = f"{config} needs {config.total} devices, there are {devices}"
     if reason:

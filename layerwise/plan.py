@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import Any, Literal
 
 from layerwise.arguments import Count, checked
-from layerwise.config import NOT_DEGREES, Config, check_choices, parse
+from layerwise.config import NOT_DEGREES, Config, check_choices, parse, parse_weights
 from layerwise.errors import LayerwiseError, nearest
 from layerwise.files import parse_json, read_json, write_text
 from layerwise.graph.fuse import fuse
@@ -25,8 +25,8 @@ from layerwise.report.content import Column, Lines, Table, filled
 from layerwise.report.html import fragment
 from layerwise.tensor import LABELS
 
-FORMAT, VERSION = "layerwise-plan", 2
-READABLE = (1, VERSION)  # 1 knows neither recompute nor states
+FORMAT, VERSION = "layerwise-plan", 3
+READABLE = (1, 2, VERSION)  # 1 knows neither recompute nor states, 2 no weights
 MAX_BATCH = 2**30  # samples a step; beyond, counts of bytes would leave 64 bits
 
 
@@ -49,6 +49,7 @@ class Plan:
         provenance: Versions, profile, options and proof of the search.
         predicted_layers: Seconds of each layer's parts (compute_s, transfers_s, sync_s, statistics_s), where known.
         bucket_bytes: At which a bucket of gradients is full and is summed; older plans have 25 MiB.
+        shares: Of unequal devices, the weights by which they feed their parts of a batch. (): equal parts.
 
     Examples:
         >>> plan = Plan("lenet5", "", 64, 2, 2, "sample", True, {"fc1": Config.of({"c": 2})})
@@ -69,6 +70,7 @@ class Plan:
     provenance: Mapping[str, object] = field(default_factory=dict)
     predicted_layers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     bucket_bytes: Count = BUCKET_BYTES
+    shares: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.device_order:
@@ -76,10 +78,13 @@ class Plan:
 
     def dumps(self) -> str:
         """The file's text: stable, readable, one line a layer."""
-        body: dict[str, object] = {"format": FORMAT, "version": VERSION}
+        weighted = self.shares or any(config.weights for config in self.strategy.values())
+        body: dict[str, object] = {"format": FORMAT, "version": VERSION if weighted else 2}
         body |= {f.name: getattr(self, f.name) for f in fields(self) if f.name != "strategy"}
         if self.bucket_bytes == BUCKET_BYTES:
             del body["bucket_bytes"]
+        if not self.shares:
+            del body["shares"]
         strategy = {name: as_json(config) for name, config in self.strategy.items()}
         body["checksum"] = checksum({**body, "strategy": strategy})
         head = json.dumps(body, indent=1, default=list, allow_nan=False)
@@ -171,7 +176,7 @@ def _plan(value: object, where: str) -> Plan:
     if raw.get("format") != FORMAT:
         raise LayerwiseError(f"{where} is not a layerwise plan (its 'format' is {raw.get('format')!r})")
     if isinstance(raw.get("version"), bool) or raw.get("version") not in READABLE:
-        read = " and ".join(map(str, READABLE))
+        read = f"{', '.join(map(str, READABLE[:-1]))} and {READABLE[-1]}"
         raise LayerwiseError(f"{where} has version {raw.get('version')!r}; this layerwise reads versions {read}")
     for key, kind in (("model", str), ("digest", str), ("io", str), ("fused", bool)):
         if not isinstance(raw.get(key), kind):
@@ -200,6 +205,7 @@ def _plan(value: object, where: str) -> Plan:
     bucket_bytes = raw.get("bucket_bytes", BUCKET_BYTES)
     if type(bucket_bytes) is not int or bucket_bytes < 1:
         raise LayerwiseError(f"{where}: 'bucket_bytes' must be a whole number of at least 1, not {bucket_bytes!r}")
+    shares = parse_weights(raw["shares"], raw["gpus"], f"{where}: 'shares'") if "shares" in raw else ()
     if raw.pop("checksum", None) != checksum(raw):
         raise LayerwiseError(
             f"{where} was altered since it was written: search again (a strategy of your own can be priced with "
@@ -213,6 +219,7 @@ def _plan(value: object, where: str) -> Plan:
         provenance=provenance,
         predicted_layers=predicted_layers,
         bucket_bytes=bucket_bytes,
+        shares=shares,
     )
 
 

@@ -81,12 +81,12 @@ def models_traced_once() -> Iterator[None]:
 TOGETHER = {
     "ranks of the runtime": """
         loops/test_loops run/test_dtensors run/test_compile run/test_memory_prediction run/test_processes run/test_state
-        test_trace run/test_ahead comm/test_comms comm/test_start comm/test_watch train/test_run_cli
+        run/test_in_place test_trace run/test_ahead comm/test_comms comm/test_start comm/test_watch train/test_run_cli
         train/test_run_ranks train/test_signals checkpoint/test_crashes""",
     "ranks of scripts": """
         test_examples api/test_transformers api/test_groups api/test_parallelize api/test_fit api/test_loaders
-        api/test_machine api/test_race api/test_save api/test_split api/test_accumulate comm/test_faults
-        integrations/test_hugging_face integrations/test_lightning
+        api/test_process_state api/test_machine api/test_race api/test_save api/test_split api/test_accumulate
+        comm/test_faults integrations/test_hugging_face integrations/test_lightning
         integrations/test_monai_training integrations/test_nnunet_training inference/test_command cli/test_grids
         benchmarks/test_pipeline measure/test_links_time importers/torch/read/test_arguments""",
     "small networks": """

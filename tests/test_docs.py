@@ -25,7 +25,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 def test_the_api_page_has_every_public_name() -> None:
     page = (DOCS / "reference/api.md").read_text(encoding="utf-8")
-    shown = set(re.findall(r"^::: layerwise\.(\w+)$", page, re.MULTILINE))
+    shown = set(re.findall(r"^<!-- api: layerwise\.(\w+)\b(?!\.)", page, re.MULTILINE))
     assert set(layerwise.__all__) - shown == {"__version__"}
 
 
@@ -62,6 +62,26 @@ def test_the_readme_is_short_and_its_links_lead_somewhere() -> None:
     assert len(README.splitlines()) <= 150
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", README):
         assert target.startswith("https://") or (ROOT / target).exists(), target
+
+
+def test_links_of_pages_lead_to_files_of_the_repository() -> None:
+    """So that the pages can be read there; `make docs` checks those of the site."""
+    pages = [*DOCS.rglob("*.md"), ROOT / "profiles/README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md"]
+    for page in pages:
+        text = re.sub(r"^```.*?^```|`[^`]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+        for target in re.findall(r"\]\(([^)#\s]+)", text):
+            assert target.startswith("https://") or (page.parent / target).exists(), (page.name, target)
+
+
+def test_pages_are_written_out() -> None:
+    """A page that is made of other files has what they say, not marks in their places: `make pages`."""
+    for page in DOCS.rglob("*.md"):
+        text = page.read_text(encoding="utf-8")
+        assert not re.search(r"^(?:--8<--|:::)|^<!-- (?:api|help): .*-->\n<!-- end -->", text, re.MULTILINE), page.name
+
+
+def test_the_glossary_is_short() -> None:
+    assert len(re.findall(r"^\| ", (DOCS / "reference/glossary.md").read_text(encoding="utf-8"), re.MULTILINE)) <= 31
 
 
 def test_every_page_is_in_the_navigation() -> None:

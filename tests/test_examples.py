@@ -17,6 +17,7 @@ LEARNING = [path for path in EXAMPLES if path.name != "decode_video.py"]
 ZOO = Path(sys.prefix) / "zoo"  # where `make zoo` puts packages
 NEEDS = {
     "decode_video.py": ["diffusers"],
+    "segment_nnunet.py": ["nnunetv2"],
     "train_accelerate.py": ["accelerate"],
     "train_lightning.py": ["lightning"],
     "train_monai.py": ["monai", "ignite"],
@@ -136,7 +137,7 @@ def test_what_a_user_can_get_wrong_is_one_line() -> None:
     assert done.codes == [2, 2], done.stderr
     for said in done.stderr:
         assert "Traceback" not in said
-        assert said.count("layerwise: error: 0 samples are no batch of 1") == 1
+        assert said.count("layerwise: error: 0 samples are fewer than a batch of 1") == 1
 
 
 def test_what_one_rank_reads_wrong_ends_all(tmp_path: Path) -> None:

@@ -120,8 +120,8 @@ def test_other_graph_batch_world_size(plan: Plan, graph: LayerGraph) -> None:
 
 ALTERED: list[tuple[str, Any, str]] = [
     ("format", "x", "is not a layerwise plan"),
-    ("version", 3, "reads versions 1 and 2"),
-    ("version", True, "reads versions 1 and 2"),
+    ("version", 4, "reads versions 1, 2 and 3"),
+    ("version", True, "reads versions 1, 2 and 3"),
     ("model", None, "'model' must be a str"),
     ("fused", 1, "'fused' must be a bool"),
     ("batch", 0, "'batch' must be a whole number"),

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWPID, CLONE_NEWNET = 0x20000, 0x4000000, 0x20000000, 0x40000000
@@ -189,28 +189,28 @@ def ticks() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def quotas(world: int, cores: float | None) -> Iterator[list[Path]]:
+def quotas(cores: Sequence[float]) -> Iterator[list[Path]]:
     """A cgroup (v1 or v2) with a hard limit of CPU cores for each rank; no groups where there is no limit.
 
     A rank of half a core computes for 1 ms in 2, as evenly as the kernel can.
     """
-    if cores is None:
+    if not cores:
         yield []
         return
-    period = round(1000 / min(cores, 1.0))  # us; the kernel takes no quota below 1000
-    quota = round(cores * period)
     old = Path("/sys/fs/cgroup/cpu").is_dir()
     top = Path("/sys/fs/cgroup/cpu" if old else "/sys/fs/cgroup") / f"emulate-{os.getpid()}"
-    groups = [top / f"rank{rank}" for rank in range(world)]
-    limits = {"cpu.cfs_period_us": period, "cpu.cfs_quota_us": quota} if old else {"cpu.max": f"{quota} {period}"}
+    groups = [top / f"rank{rank}" for rank in range(len(cores))]
     try:
         try:
             top.mkdir()
             if not old:
                 (top / "cgroup.subtree_control").write_text("+cpu")
-            for group in groups:
+            for group, limit in zip(groups, cores, strict=True):
                 group.mkdir()
-                for name, value in limits.items():
+                period = round(1000 / min(limit, 1.0))  # us; the kernel takes no quota below 1000
+                quota = round(limit * period)
+                old_limits = {"cpu.cfs_period_us": period, "cpu.cfs_quota_us": quota}
+                for name, value in (old_limits if old else {"cpu.max": f"{quota} {period}"}).items():
                     (group / name).write_text(str(value))
         except OSError as error:
             raise EmulationError(f"--cpu-quota: {error}") from error

@@ -6,7 +6,7 @@ import os
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -22,6 +22,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.machine import catalogue, save
 from layerwise.machine import load as load_profile
+from layerwise.machine.layer_times import Conditions
 from layerwise.machine.profile import Profile
 from layerwise.machine.profiles import folder, parse, write
 from layerwise.measure.bench import Mode
@@ -62,11 +63,19 @@ def named_profile(profile: Profile | str | os.PathLike[str]) -> Machine:
 
 def built_in(world: World) -> Machine:
     """Returns the built-in profile that fits the devices best, without a measurement."""
-    name = catalogue.reported(world.device)
-    if name is None:
-        name = next((profile for part, profile in KNOWN.items() if part in world.device.lower()), None)
-    elif world.nodes > 1 and "profile" not in catalogue.devices()[name]:
+    known = [_known(kind) for kind in world.kinds or (world.device,)]
+    name = known[0]
+    if None in known and len(known) > 1:
+        without = world.kinds[known.index(None)]
+        raise LayerwiseError(
+            f"the ranks compute with unlike devices, and there is no profile of {without}: give one of them all with "
+            "ParallelOptions(profile=...)"
+        )
+    row = catalogue.devices().get(str(name), {"profile": ""})
+    if world.nodes > 1 and "profile" not in row:
         name = f"{name},{BETWEEN}"
+    if world.kinds:
+        name = f"{str(name).partition('@')[0]},kinds=" + "+".join(f"{kind}:1" for kind in known)
     if name is not None:
         return Machine(load_profile(name), f"built-in profile {name}; nothing was measured here")
     return Machine(
@@ -75,9 +84,17 @@ def built_in(world: World) -> Machine:
     )
 
 
+def _known(device: str) -> str | None:
+    """Returns the device of the catalogue, or the built-in profile, that is a device; None where there is none."""
+    name, slower, share = device.partition("@")
+    found = catalogue.reported(name) or next((known for part, known in KNOWN.items() if part in name.lower()), None)
+    return found and found + slower + share
+
+
 def cache_file(world: World) -> Path:
     """Returns the file that has the profile of ranks like these: what is in it is checked before it is used."""
-    name = re.sub(r"\W+", "-", f"{world.device} {world.group}".lower()).strip("-")
+    devices = " ".join(world.kinds) or world.device
+    name = re.sub(r"\W+", "-", f"{devices} {world.group}".lower()).strip("-")
     backend = "nccl" if world.comm.collectives else "gloo"
     return folder() / f"{name}-{world.nodes}x{world.gpus_per_node}-{world.size}-{backend}.json"
 
@@ -155,11 +172,21 @@ def _layers(planner: Planner, profile: Profile, budget_s: float) -> tuple[Profil
     benchmark = torch.backends.cudnn.benchmark
     with modes(options.dtype, None, benchmark) as tf32:
         where = conditions(mode, options.dtype, tf32, benchmark)
-        base = on_device(profile, device, where)
-        devices = base.device_graph(world.size, min(world.gpus_per_node, world.size))
-        job = Job(base, where, None, mode, graph, devices, options, space, budget_s, world.comm)
-        summary = job.run(strategies, module, quiet=world.comm.rank > 0, every=False)
-    return job.profile, summary.changed
+        base = profile if profile.kinds else on_device(profile, device, where)
+        everyone = [Conditions(**row) for row in world.comm.all_gather_object(asdict(where))] if base.kinds else [where]
+        changed, turns = list[str](), 2 * len(base.kinds) or 1  # again with what was measured of the other kinds
+        for turn in range(turns):
+            kind, ranks = turn % max(len(base.kinds), 1), tuple[int, ...]()
+            if base.kinds:
+                ranks = tuple(r for r, k in zip(world.device_order, base.kind_of, strict=True) if k == kind)
+                where = replace(everyone[ranks[0]], device=base.kinds[kind].name)
+            devices = base.device_graph(world.size, min(world.gpus_per_node, world.size))
+            network = graph, devices, options, space
+            job = Job(base, where, None, mode, *network, budget_s / turns, world.comm, kind=kind, ranks=ranks)
+            summary = job.run(strategies, module, quiet=world.comm.rank > 0, every=False)
+            base = job.profile
+            changed += [summary.changed] if summary.changed else []
+    return base, " ".join(changed) or None
 
 
 def strategies(model: CostModel, space: SearchSpace) -> list[Mapping[str, Config]]:

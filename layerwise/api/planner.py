@@ -14,7 +14,7 @@ from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import complete
 from layerwise.errors import LayerwiseError, nearest
 from layerwise.graph.layer_graph import LayerGraph
-from layerwise.machine import DeviceGraph, precision
+from layerwise.machine import DeviceGraph, precision, reserved_bytes
 from layerwise.machine.profile import Profile
 from layerwise.plan import Plan
 from layerwise.quantities import samples, units
@@ -105,8 +105,16 @@ class Planner:
 
     def _device_graph(self, count: int) -> DeviceGraph:
         devices = self.profile.device_graph(count, min(self.world.gpus_per_node, count))
-        processor = replace(devices.processor, memory_bytes=int(min(self.request.memory_bytes, 2.0**62)))
-        return replace(devices, processor=processor)
+        limit = int(min(self.request.memory_bytes, 2.0**62))
+        kinds = tuple(replace(kind, usable_bytes=self._usable(i, limit)) for i, kind in enumerate(devices.kinds))
+        memory = int(kinds[0].usable_bytes) if kinds else limit
+        return replace(devices, processor=replace(devices.processor, memory_bytes=memory), kinds=kinds)
+
+    def _usable(self, kind: int, limit: float) -> float:
+        """Returns the bytes that a plan may take of all devices of a kind."""
+        each = zip(self.profile.kind_of, self.world.memories, strict=False)
+        have = min((memory for k, memory in each if k == kind), default=0)
+        return have - reserved_bytes(have, self.world.comm.device.type) if have else limit
 
     def choose(self, strategy: Strategy | None, beside: Plan | None = None) -> Choice:
         """Returns the best plan; named layers keep what `strategy` says. LayerwiseError for one that cannot be.
@@ -120,6 +128,7 @@ class Planner:
             strategy = "data"
             notes.append(f"the model {self.graph.unseen[0]}: it is run as it is written, and samples alone are split")
         model = CostModel(self.graph, self.devices, options)
+        model.check_measured()
         if model.options.io != "sample":
             takes = ", and takes its boxes of it: its loss is in the model" if model.feeding.why else ""
             given = "whole batch" if options.io != "boxes" else "boxes of it that its layers need"
@@ -150,7 +159,7 @@ class Planner:
                 f"script with torchrun --nproc-per-node {plan.gpus}, or leave plan= out to search for {size}"
             )
         plan.check(self.graph, size)
-        model = CostModel(self.graph, self.devices, replace(self.options, io=plan.io))
+        model = CostModel(self.graph, self.devices, replace(self.options, io=plan.io), plan.shares)
         for layer in model.graph.inner:
             self.space.check(plan.strategy[layer.name], layer.space.dims, layer.name)
         strategy = complete(model, plan.strategy)

@@ -8,7 +8,9 @@ import socket
 import sys
 from collections import Counter
 from dataclasses import dataclass
-from typing import ClassVar
+from math import inf
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -34,10 +36,12 @@ class World:
     nodes: int  # how many machines
     gpus_per_node: int  # ranks on each of them
     device_order: tuple[int, ...]  # the rank that is each device of a plan: ranks of a node are neighbours
-    device: str  # what a rank computes with: "NVIDIA H100 80GB HBM3", "cpu"
+    device: str  # what a rank computes with: "NVIDIA H100 80GB HBM3", "cpu"; the first device, where they differ
     memory_bytes: int  # that the poorest rank has of it
     replicas: int = 1  # groups of devices, one after another, each of which has samples of its own
     group: str = ""  # `the group of ranks 2 and 3`; "" where they are all of the job
+    kinds: tuple[str, ...] = ()  # of unequal devices, what each of a plan's is; "cpu@0.5": half of a core
+    memories: tuple[int, ...] = ()  # and the bytes that it has
 
     @property
     def size(self) -> int:
@@ -46,7 +50,9 @@ class World:
 
     def __str__(self) -> str:
         """Returns `4 × cpu, in 2 replicas`."""
-        return f"{self.size} × {self.device}" + (f", in {self.replicas} replicas" if self.replicas > 1 else "")
+        each = Counter(self.kinds or [self.device] * self.size).items()
+        devices = " and ".join(f"{count} × {kind}" for kind, count in each)
+        return devices + (f", in {self.replicas} replicas" if self.replicas > 1 else "")
 
 
 class _Joined:
@@ -72,7 +78,7 @@ def join(
 
     mesh: the ranks of that group which call it, alike; default all. LayerwiseError where it is no mesh to plan for,
     where the ranks do not fill equal nodes one after another (neither the cost model nor the measured links know other
-    ones), or have unlike devices.
+    ones).
     """
     if comm is None and mesh is not None and not (dist.is_available() and dist.is_initialized()):
         raise LayerwiseError("device_mesh needs torch.distributed's process group: start the script with torchrun")
@@ -90,25 +96,28 @@ def join(
             f"device_mesh has {ranks_text(members, size)}, and ParallelOptions(comm=...) has all of them"
         )
     facts = comm.all_gather_object(_here(device, comm.size))
-    kinds = Counter(rank["device"] for rank in facts)
-    if len(kinds) > 1:
-        raise LayerwiseError(
-            f"the ranks compute with different devices ({', '.join(kinds)}): layerwise plans for equal ones; start as "
-            "many ranks as there are equal devices"
-        )
     order = tuple(range(comm.size)) if mesh is None else tuple(map(members.index, grid.flatten().tolist()))
     topology = topology_of([rank["node"] for rank in facts])
     if len({facts[i]["node"] for i in order[: topology.local]}) > 1:  # neighbours of the mesh are on several nodes
         topology = Topology(comm.size, 1)
+    devices = [facts[rank] for rank in order]
+    cores = max(rank.get("cores", 1.0) for rank in devices)
+    names = [f"{d['device']}@{c:g}" if (c := d.get("cores", 1.0) / cores) < 1 else d["device"] for d in devices]
+    unequal = len(set(names)) > 1
+    if unequal and len(grid) > 1:
+        kinds = ", ".join(dict.fromkeys(names))
+        raise LayerwiseError(f"the ranks of replicas compute with unlike devices ({kinds}): give a 1-D mesh of them")
     return World(
         comm,
         topology.nodes,
         topology.local,
         order,
-        facts[0]["device"],
+        names[0] if unequal else devices[0]["device"],
         min(rank["memory_bytes"] for rank in facts),
         len(grid),
         "" if len(members) == size else str(Members(members, size)),
+        tuple(names) if unequal else (),
+        tuple(device["memory_bytes"] for device in devices) if unequal else (),
     )
 
 
@@ -142,7 +151,7 @@ def _leave(comm: Comm, process: int, *, wait: bool) -> None:
             print(f"layerwise: {failure}", file=sys.stderr)
 
 
-def _here(device: torch.device, ranks: int) -> dict[str, str | int]:
+def _here(device: torch.device, ranks: int) -> dict[str, Any]:
     """Returns what this rank says of itself. Where torchrun's agents differ, so do the nodes, whatever their names."""
     node = f"{socket.gethostname()}/{os.environ.get('GROUP_RANK', '')}"
     if device.type == "cuda":
@@ -150,7 +159,36 @@ def _here(device: torch.device, ranks: int) -> dict[str, str | int]:
         return {"node": node, "device": facts.name, "memory_bytes": facts.total_memory}
     local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // max(local, 1)
-    return {"node": node, "device": device.type, "memory_bytes": memory}
+    return {"node": node, "device": device.type, "memory_bytes": memory, "cores": cores()}
+
+
+def cores() -> float:
+    """Returns the cores that this process may use: its threads, or less where a control group's quota says so."""
+    found = float(torch.get_num_threads())
+    try:
+        groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    except OSError:
+        return found
+    for _, controllers, path in groups:
+        if controllers in ("", "cpu", "cpu,cpuacct"):
+            top = Path("/sys/fs/cgroup") / controllers
+            for group in (top / path.lstrip("/"), *(top / path.lstrip("/")).parents):
+                found = min(found, _quota(group))
+                if group == top:
+                    break
+    return found
+
+
+def _quota(group: Path) -> float:
+    """Returns the cores of one control group, of either version."""
+    try:
+        if (group / "cpu.max").exists():
+            quota, period = (group / "cpu.max").read_text().split()
+        else:
+            quota, period = ((group / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+        return int(quota) / int(period) if int(quota) > 0 else inf
+    except (OSError, ValueError):  # "max", or no such group
+        return inf
 
 
 def _grid(mesh: DeviceMesh | dist.ProcessGroup, size: int) -> NDArray[np.int64]:

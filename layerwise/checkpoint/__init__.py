@@ -1,7 +1,7 @@
-"""Checkpoints of a parallel module and its optimizer, which any plan on any number of ranks can go on from.
+"""Checkpoints of a parallel model and its optimizer, from which any plan can resume on any number of ranks.
 
-`save_and_load` writes and reads them, `shards` has the files of ranks, `reader` what is read, `step_folders` which is
-the latest, `signals` what SIGUSR1 and SIGTERM ask for. It knows `run`; `train` and `api` know it.
+`save_and_load` writes and reads them, `shards` handles the ranks' files, `reader` reads a checkpoint, `step_folders`
+finds the latest, `signals` handles SIGUSR1 and SIGTERM. The room knows `run`; `train` and `api` know it.
 """
 
 from layerwise.checkpoint.save_and_load import Writing, begin_saving, load, model_digest, resume, save

@@ -1,4 +1,4 @@
-"""The state of an optimizer in a checkpoint: tensors by the model's names, groups and plain numbers in its seal."""
+"""An optimizer's state in a checkpoint: tensors under the model's names, groups and plain numbers in its seal."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from layerwise.geometry import Box
 from layerwise.run.local_tensor import local_tensor
 from layerwise.run.state.state import Shard
 
-STATE = "optimizer.state."  # how names of its tensors begin, as in what get_optimizer_state_dict returns
-# By which kernel: the optimizer that loads keeps its own.
+STATE = "optimizer.state."  # prefix of its tensors' names, as get_optimizer_state_dict returns them
+# Settings that select a kernel: the optimizer that loads keeps its own.
 KERNEL = {"capturable", "differentiable", "foreach", "fused"}
 MEMBERS = "params"
-FLOAT = "float"  # of a number that JSON lacks: {"float": "inf"}
+FLOAT = "float"  # key of a number that JSON lacks: {"float": "inf"}
 
 
 class OptimizerFacts(TypedDict):
-    """The facts that the ranks must have alike, and which of a group's parameters this one has."""
+    """The facts that all ranks must share, and the parameters of each group that this rank has."""
 
-    kind: str  # the name of its class
+    kind: str  # the class name
     groups: list[list[str]]  # the model's names
     settings: list[dict[str, JSON]]  # of each group
-    numbers: dict[str, dict[str, JSON]]  # of the state (Adam's `step`), by parameter and name
-    tensors: list[list[str]]  # parameter and name of those numbers that are tensors
+    numbers: dict[str, dict[str, JSON]]  # the state's numbers (Adam's `step`), by parameter and name
+    tensors: list[list[str]]  # parameter and name of the numbers that are tensors
 
 
 ParameterState = dict[str, object]  # of one parameter, as in Optimizer.state
-Owned = Mapping[Parameter, Shard]  # a rank's parameters, each with the box of the model that it is
+Owned = Mapping[Parameter, Shard]  # a rank's parameters, each with its box of the model
 
 
 def describe(optimizer: Optimizer, owned: Owned) -> tuple[OptimizerFacts, list[Shard]]:
-    """Returns the facts of the optimizer that this rank has, and the state that it writes.
+    """Returns the facts of this rank's optimizer, and the state that it writes.
 
-    LayerwiseError for an optimizer of foreign parameters, or with state that cannot be cut as the parameters are.
+    Raises LayerwiseError for an optimizer of other parameters, or with state that cannot be split like its parameter.
     """
     kind = type(optimizer).__qualname__
     facts = OptimizerFacts(kind=kind, groups=[], settings=[], numbers={}, tensors=[])
@@ -69,35 +69,36 @@ def describe(optimizer: Optimizer, owned: Owned) -> tuple[OptimizerFacts, list[S
                             shards.append(replace(made, shape=(), box=Box((), ()), tensor=value))
                 else:
                     raise LayerwiseError(
-                        f"{kind} keeps {key!r} of {shard.name!r}, which is neither a number nor of the parameter's "
-                        "shape: it cannot be cut into boxes; take an element-wise optimizer (SGD, Adam, AdamW, ...)"
+                        f"{kind} stores {key!r} for {shard.name!r}, which is neither a number nor of the parameter's "
+                        "shape, so it cannot be split: use an element-wise optimizer (SGD, Adam, AdamW, ...)"
                     )
     return facts, shards
 
 
 def merged(ranks: Sequence[OptimizerFacts | None], members: Sequence[int]) -> dict[str, JSON] | None:
-    """Returns what a checkpoint says of the optimizer; None: there is none.
+    """Returns the optimizer's entry in a checkpoint; None if there is no optimizer.
 
-    LayerwiseError where the optimizers of the ranks `members` differ.
+    Raises LayerwiseError if the optimizers of the ranks `members` differ.
     """
     reported = [facts for facts in ranks if facts is not None]
     if not reported:
         return None
     if None in ranks:
         raise LayerwiseError(
-            f"rank {members[ranks.index(None)]} gave no optimizer, others did: give all ranks the same"
+            f"rank {members[ranks.index(None)]} passed no optimizer, but others did: pass the same optimizer on all "
+            "ranks"
         )
     numbers: dict[str, dict[str, JSON]] = {}
     for rank, facts in zip(members, reported, strict=True):
         if any(facts[what] != reported[0][what] for what in ("kind", "settings")):
             raise LayerwiseError(
-                f"rank {rank} and rank {members[0]} differ in optimizer or settings of it: give all ranks the same"
+                f"rank {rank} and rank {members[0]} have different optimizers or settings: use the same on all ranks"
             )
         for name, values in facts["numbers"].items():
             if numbers.setdefault(name, values) != values:
-                raise LayerwiseError(f"optimizer state of {name!r} differs between ranks: {values} on rank {rank}")
+                raise LayerwiseError(f"the optimizer state of {name!r} differs between ranks: {values} on rank {rank}")
     for name, key in (named for facts in reported for named in facts["tensors"]):
-        numbers[name].pop(key, None)  # it is among the tensors of the checkpoint
+        numbers[name].pop(key, None)  # it is among the checkpoint's tensors
     groups = [
         {**settings, MEMBERS: list(dict.fromkeys(name for facts in reported for name in facts["groups"][i]))}
         for i, settings in enumerate(reported[0]["settings"])
@@ -107,14 +108,14 @@ def merged(ranks: Sequence[OptimizerFacts | None], members: Sequence[int]) -> di
 
 @dataclass(slots=True)
 class Prepared:
-    """An optimizer's state as it was saved: tensors are still to be filled from the checkpoint's of these names."""
+    """An optimizer's saved state, with tensors still to be filled from the checkpoint's tensors of these names."""
 
     states: dict[Parameter, ParameterState] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
     pending: list[tuple[str, Shard, Tensor]] = field(default_factory=list)
 
     def restore(self, optimizer: Optimizer) -> None:
-        """Gives the state to the optimizer. Not by its load_state_dict: that would cast to the parameter's type."""
+        """Gives the state to the optimizer. Its load_state_dict would cast to the parameter's type."""
         for parameter, state in self.states.items():
             optimizer.state.pop(parameter, None)
             if state:
@@ -128,13 +129,13 @@ class Prepared:
 
 
 def prepare(optimizer: Optimizer, owned: Owned, reader: Reader) -> Prepared:
-    """Returns the saved state for this rank's parameters. Changes nothing.
+    """Returns the saved state for this rank's parameters, and changes nothing.
 
-    LayerwiseError where the saved one is another optimizer, or one of other parameters.
+    Raises LayerwiseError if the saved optimizer is of another kind or has other parameters.
     """
     about, here = reader.about["optimizer"], type(optimizer).__qualname__
     if about is None:
-        raise LayerwiseError(f"{reader.where} has no optimizer's state: load without")
+        raise LayerwiseError(f"{reader.where} has no optimizer state: load without an optimizer")
     with reader.sense(SEAL):
         kind = str(about["kind"])
         groups = [{key: _python(value) for key, value in group.items()} for group in about["groups"]]
@@ -143,10 +144,10 @@ def prepare(optimizer: Optimizer, owned: Owned, reader: Reader) -> Prepared:
             name: {key: _python(value) for key, value in numbers.items()} for name, numbers in about["numbers"].items()
         }
     if kind != here:
-        raise LayerwiseError(f"the checkpoint has the state of {kind}, the optimizer here is {here}")
+        raise LayerwiseError(f"the checkpoint has the state of {kind}, but this optimizer is {here}")
     if len(groups) != len(optimizer.param_groups):
         raise LayerwiseError(
-            f"the checkpoint's {kind} has {len(groups)} groups of parameters, the one here "
+            f"the checkpoint's {kind} has {len(groups)} parameter groups, but this optimizer has "
             f"{len(optimizer.param_groups)}"
         )
     prepared = Prepared(groups=[{key: value for key, value in group.items() if key not in KERNEL} for group in groups])
@@ -160,9 +161,9 @@ def prepare(optimizer: Optimizer, owned: Owned, reader: Reader) -> Prepared:
         odd = {owned[parameter].name for parameter in local} ^ (ours & set(names[i]))
         if odd:
             raise LayerwiseError(
-                f"{min(odd)!r} is in group {i} of only one optimizer, the checkpoint's or the one here"
+                f"{min(odd)!r} is in group {i} of only one of the two optimizers, the checkpoint's and this one"
             )
-        on_device = bool(group.get("capturable") or group.get("fused"))  # such kernels want all of it there
+        on_device = bool(group.get("capturable") or group.get("fused"))  # these kernels need all state on the device
         for parameter in local:
             shard = owned[parameter]
             state = prepared.states[parameter] = dict(states.get(shard.name, {}))
@@ -174,7 +175,7 @@ def prepare(optimizer: Optimizer, owned: Owned, reader: Reader) -> Prepared:
                     state[key] = number if key == "step" and not on_device else number.to(parameter.device)
                     continue
                 if shape != shard.shape:
-                    raise LayerwiseError(f"{name!r} has shape {shape} in the checkpoint, {shard.shape} here")
+                    raise LayerwiseError(f"{name!r} has shape {shape} in the checkpoint, but {shard.shape} here")
                 tensor = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
                 prepared.pending.append((name, shard, local_tensor(tensor)))
                 state[key] = tensor
@@ -182,13 +183,13 @@ def prepare(optimizer: Optimizer, owned: Owned, reader: Reader) -> Prepared:
 
 
 def _groups(optimizer: Optimizer, owned: Owned) -> Iterator[tuple[list[Parameter], dict[str, Any]]]:
-    """Yields the groups. A parameter without elements that is not the model's stands for a rank that holds nothing."""
+    """Yields the groups. An empty parameter that is not the model's stands for a rank that holds nothing."""
     for group in optimizer.param_groups:
         foreign = [p for p in group["params"] if p not in owned and p.numel()]
         if foreign:
             raise LayerwiseError(
-                f"the optimizer has a parameter of shape {tuple(foreign[0].shape)} that is not the module's: make it "
-                "of module.parameters()"
+                f"the optimizer has a parameter of shape {tuple(foreign[0].shape)} that is not the model's: build the "
+                "optimizer from model.parameters()"
             )
         yield [parameter for parameter in group["params"] if parameter in owned], group
 
@@ -198,7 +199,7 @@ def _setting(kind: str, key: str, value: object) -> JSON:
         return [_setting(kind, key, member) for member in value]
     if not (_is_number(value) or isinstance(value, str) or (isinstance(value, Tensor) and not value.dim())):
         raise LayerwiseError(
-            f"{kind}'s setting {key!r} is a {type(value).__name__}: a checkpoint holds numbers and text"
+            f"{kind}'s setting {key!r} is a {type(value).__name__}, but a checkpoint holds only numbers and text"
         )
     return _json(value)
 
@@ -208,13 +209,13 @@ def _is_number(value: object) -> bool:
 
 
 def _json(value: Any) -> JSON:
-    """Returns a number or text as `_python` reads it."""
+    """Returns a number or text in a form that `_python` reads."""
     plain = value.item() if isinstance(value, Tensor) else value
     return {FLOAT: repr(plain)} if isinstance(plain, float) and not isfinite(plain) else plain
 
 
 def _python(value: Any) -> Any:
-    """Returns what `_json` was given, or a list of it."""
+    """Returns the original of `_json`'s value, or of a list of such."""
     if isinstance(value, list):
         return [_python(member) for member in value]
     return float(value[FLOAT]) if isinstance(value, dict) else value

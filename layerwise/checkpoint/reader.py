@@ -1,4 +1,4 @@
-"""Reader: a checkpoint's folder, which its seal (`checkpoint.json`) describes, and the file that makes one so."""
+"""Reader: reads a checkpoint's folder, which its seal (`checkpoint.json`) describes; `seal` writes that file."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ from layerwise.version import __version__
 
 SEAL: Final = "checkpoint.json"
 FORMAT, VERSION = "layerwise-checkpoint", 4
-FILE = re.compile(r"rank-\d{5,}\.safetensors")  # and nothing else: a name may not lead out of the folder
+FILE = re.compile(r"rank-\d{5,}\.safetensors")  # no other names: they must not lead out of the folder
 ERRORS = (AttributeError, LookupError, MemoryError, OverflowError, RuntimeError, TypeError, ValueError, SafetensorError)
 
 
 class Reader(ShardReader):
-    """The reader of a checkpoint; of tensors only what is asked for is read, and nothing is unpickled.
+    """The reader of a checkpoint. It reads only the tensors that are asked for, and unpickles nothing.
 
-    about: what `save` knew besides the tensors. files: their SHA-256, by name. digest: of the whole checkpoint.
+    about: what `save` stored besides tensors. files: their SHA-256, by name. digest: of the whole checkpoint.
     """
 
     def __init__(self, folder: Path) -> None:
-        """LayerwiseError unless all that describes it is whole, unaltered and of this version."""
+        """Raises LayerwiseError unless its description is complete, unaltered and of this version."""
         self.folder, self.where = folder, f"checkpoint {os.fspath(folder)!r}"
         self._check_own(SEAL)
         raw = read_json(folder / SEAL, "checkpoint")
         if not isinstance(raw, dict) or raw.get("format") != FORMAT:
-            raise LayerwiseError(f"{self.where} is not a layerwise checkpoint: its {SEAL} does not say so")
+            raise LayerwiseError(f"{self.where} is not a layerwise checkpoint: its {SEAL} has another format")
         if raw.get("version") != VERSION:
             raise LayerwiseError(
-                f"{self.where} has version {raw.get('version')!r}, and this layerwise reads version {VERSION}: make a "
-                "file of weights of it by `layerwise export` of the layerwise that wrote it, and start with --weights"
+                f"{self.where} has version {raw.get('version')!r}, but this layerwise reads version {VERSION}: export "
+                "its weights with `layerwise export` of the version that wrote it, and start with --weights"
             )
         self.digest = str(raw.pop("checksum", None))
         if self.digest != checksum(raw):
-            raise LayerwiseError(f"{self.where} is damaged: {SEAL} was altered since it was written; take an older one")
+            raise LayerwiseError(f"{self.where} is damaged: {SEAL} was altered after it was written; use an older one")
         with self.sense(SEAL):
             self.files = {name: str(sha) for name, sha in raw["files"].items()}
             self.about: Mapping[str, Any] = dict(raw["about"])
@@ -59,7 +59,9 @@ class Reader(ShardReader):
             super().__init__(folder, self.files)
 
     def _check_own(self, name: str) -> None:
-        """LayerwiseError where a file of the checkpoint is a link, or no file: it may lie anywhere, and block."""
+        """Raises LayerwiseError if a file of the checkpoint is a link or not a plain file: it could lead anywhere, or
+        block.
+        """
         path = self.folder / name
         try:
             plain = stat.S_ISREG(path.lstat().st_mode)
@@ -67,13 +69,13 @@ class Reader(ShardReader):
             raise self._unreadable(name, error.strerror) from None
         if not plain:
             raise LayerwiseError(
-                f"checkpoint file {os.fspath(path)!r} is a link, or no plain file: a checkpoint's files lie in its own "
-                "folder; copy it there"
+                f"checkpoint file {os.fspath(path)!r} is a link or not a plain file, but a checkpoint's files must lie "
+                "in its own folder: copy it there"
             )
 
     @contextmanager
     def sense(self, name: str) -> Iterator[None]:
-        """Makes what is not as expected in this file a LayerwiseError, within it."""
+        """A context that turns errors about unexpected content in this file into a LayerwiseError."""
         try:
             yield
         except LayerwiseError:
@@ -82,7 +84,7 @@ class Reader(ShardReader):
             raise LayerwiseError(f"{self.where} is damaged: {name} makes no sense ({error!r})") from None
 
     def verify(self, files: Iterable[str]) -> None:
-        """LayerwiseError unless these files are, byte for byte, those that were written."""
+        """Raises LayerwiseError unless these files are, byte for byte, as they were written."""
         for name in files:
             try:
                 with (self.folder / name).open("rb") as file:
@@ -90,22 +92,22 @@ class Reader(ShardReader):
             except OSError as error:
                 raise self._unreadable(name, error.strerror) from None
             if digest != self.files[name]:
-                raise self._unreadable(name, "it is not what was written (SHA-256)")
+                raise self._unreadable(name, "its content has changed (SHA-256)")
 
     def _unreadable(self, name: str, reason: str | None) -> LayerwiseError:
         path = os.fspath(self.folder / name)
-        return LayerwiseError(f"checkpoint file {path!r} is damaged or gone: {reason}; take an older checkpoint")
+        return LayerwiseError(f"checkpoint file {path!r} is damaged or missing: {reason}; use an older checkpoint")
 
 
 def seal(folder: Path, about: Mapping[str, JSON], files: Mapping[str, str]) -> None:
-    """Makes the files of the ranks, of which this is the SHA-256, a checkpoint that is on disk when this returns.
+    """Turns the ranks' files, with these SHA-256, into a checkpoint, which is on disk when this returns.
 
-    LayerwiseError where the ranks contradict each other, or elements are missing.
+    Raises LayerwiseError if ranks contradict each other, or elements are missing.
     """
     try:
         ShardReader(folder, files)
     except ValueError as error:
-        raise LayerwiseError(f"the ranks do not hold all of the state: {error}") from None
+        raise LayerwiseError(f"the ranks together do not hold the full state: {error}") from None
     written_by = {"layerwise": __version__, "torch": torch.__version__}
     body: dict[str, JSON] = {"format": FORMAT, "version": VERSION, "written_by": written_by}
     body |= {"about": about, "files": files}
@@ -117,5 +119,5 @@ def seal(folder: Path, about: Mapping[str, JSON], files: Mapping[str, str]) -> N
 
 
 def checksum(body: Mapping[str, JSON]) -> str:
-    """Returns SHA-256 of what is written into `checkpoint.json`."""
+    """Returns the SHA-256 of the content of `checkpoint.json`."""
     return hashlib.sha256(json.dumps(body, allow_nan=False).encode()).hexdigest()

@@ -1,7 +1,7 @@
-"""Checkpoints: each rank writes its boxes into a file of its own; any other plan reads what it needs.
+"""Saves and loads checkpoints: each rank writes its boxes into its own file; any other plan reads what it needs.
 
 DIR/step-00000012/rank-00000.safetensors   the boxes that rank 0 wrote
-DIR/step-00000012/checkpoint.json          checksums of these, and what is known of the run; written last
+DIR/step-00000012/checkpoint.json          checksums of these files, and facts about the run; written last
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from layerwise.run.parallel import ParallelModule, of
 from layerwise.run.state.state import Shard
 from layerwise.tensorfile import dtype_name
 
-MODEL = "model."  # how names of the model's tensors begin
+MODEL = "model."  # prefix of the model's tensors' names
 
 
 def save(
@@ -46,20 +46,21 @@ def save(
     progress: Mapping[str, JSON],
     keep: int = 2,
 ) -> Path:
-    """Writes DIR/step-<module.steps_done>, by all ranks together, and keeps the newest `keep`. Returns its path.
+    """Writes DIR/step-<module.steps_done>, and deletes all but the newest `keep`. All ranks must call it. Returns the
+    path.
 
     Args:
-        directory: DIR, on a file system that all ranks share, into which no other run is saving.
-        module: The parallel module.
-        optimizer: One of torch.optim's over its parameters; None: the module alone is saved.
-        progress: What `load` is to return, such as epoch, counters and seeds; rank 0's is kept.
-        keep: How many checkpoints DIR has afterwards, at most.
+        directory: DIR, on a file system that all ranks share; no other run may save there.
+        module: The parallel model.
+        optimizer: A torch.optim optimizer over its parameters; None: only the model is saved.
+        progress: Values for `load` to return, such as epoch, counters and seeds; rank 0's are saved.
+        keep: The most checkpoints that DIR has afterwards.
 
     Returns:
         The folder of this checkpoint.
 
     Raises:
-        LayerwiseError: It failed on some rank; earlier checkpoints are as they were.
+        LayerwiseError: Saving failed on some rank; earlier checkpoints are unchanged.
 
     Examples:
         >>> import layerwise, tempfile, torch
@@ -74,18 +75,18 @@ def save(
 
 @dataclass(frozen=True, slots=True)
 class Writing:
-    """A checkpoint that is being written; it is there when all ranks have called `finish`.
+    """A checkpoint being written; it is complete when all ranks have called `finish`.
 
     Attributes:
-        finish: Returns what `save` returns, or raises what it raises; waits however long a thread takes.
-        future: What the thread returns that writes this rank's part; None: `finish` writes it.
+        finish: Returns or raises what `save` does, after waiting for the writing thread.
+        future: The result of the thread that writes this rank's part; None: `finish` writes it.
     """
 
     finish: Callable[[], Path]
     future: Future[JSON] | None
 
     def written(self) -> bool:
-        """True if this rank's part is, so that it need not be waited for."""
+        """True if this rank's part is written, so that `finish` need not wait for it."""
         return self.future is not None and self.future.done()
 
 
@@ -98,19 +99,19 @@ def begin_saving(
     *,
     beside: bool = True,
 ) -> Writing:
-    """Begins what `save` does. beside: a thread writes a copy of the state, and training may go on meanwhile."""
+    """Begins to save. beside: a thread writes a copy of the state, so that training can go on."""
     comm, folder, steps = of(module).comm, Path(directory), of(module).steps_done
-    failed = f"no checkpoint was saved in {os.fspath(folder)!r} (earlier ones are as they were)"
+    failed = f"no checkpoint was saved in {os.fspath(folder)!r} (earlier ones are unchanged)"
     about: dict[str, JSON] = {"model": model_digest(of(module).layer_graph), "steps": steps}
     about["progress"] = copy.deepcopy(dict(progress))
 
     def start() -> tuple[list[Shard], JSON]:
         if keep < 1:
-            raise LayerwiseError(f"{keep} checkpoints cannot be kept: keep at least 1")
+            raise LayerwiseError(f"keep is {keep}, but at least 1 checkpoint must be kept")
         try:
             json.dumps(progress, allow_nan=False)
         except (TypeError, ValueError) as error:
-            raise LayerwiseError(f"'progress' must be what JSON can hold: {error}") from None
+            raise LayerwiseError(f"'progress' must consist of JSON values: {error}") from None
         facts, states = describe(optimizer, owned(module)) if optimizer is not None else (None, [])
         local = [*map(_in_checkpoint, filter(_writes, of(module).shards())), *states]
         if beside:
@@ -124,7 +125,7 @@ def begin_saving(
     def write() -> JSON:
         path = temporary / file_name(comm.rank)
         if not temporary.is_dir():
-            raise LayerwiseError(f"{os.fspath(temporary)!r} cannot be seen here: all ranks must share the file system")
+            raise LayerwiseError(f"{os.fspath(temporary)!r} is not visible here: all ranks must share the file system")
         return [path.name, write_shards(path, shards)] if shards else None
 
     def complete(written: list[Any]) -> JSON:
@@ -147,7 +148,8 @@ def begin_saving(
             _, names = agree(comm, lambda: (None, complete(written)), failed)
         return folder / str(names[0])
 
-    with ExitStack() as guards:  # until `finish`: no other run saves in this folder, and what fails leaves nothing
+    # until `finish`, no other run saves in this folder, and a failure leaves nothing behind
+    with ExitStack() as guards:
         shards, answers = agree(comm, start, failed)
         temporary = folder / answers[0]["folder"]
         guards.push(remove)
@@ -157,33 +159,33 @@ def begin_saving(
 
 
 def _writes(shard: Shard) -> bool:
-    """True if this rank writes the shard's box: an empty one only where the whole tensor is empty."""
+    """True if this rank writes the shard's box: an empty one only if the full tensor is empty."""
     return shard.first and (shard.box.volume > 0 or prod(shard.shape) == 0)
 
 
 def _in_checkpoint(shard: Shard) -> Shard:
-    """Returns the shard under the names that it has in a checkpoint."""
+    """Returns the shard under its names in a checkpoint."""
     return replace(shard, name=MODEL + shard.name, aliases=tuple(MODEL + name for name in shard.aliases))
 
 
 def load(
     directory: str | os.PathLike[str], module: ParallelModule, optimizer: Optimizer | None = None
 ) -> dict[str, Any]:
-    """Gives module and optimizer what was saved in a step's folder, or in the latest of DIR, by all ranks together.
+    """Loads a step's folder, or the latest checkpoint of DIR, into module and optimizer. All ranks must call it.
 
-    Whatever plan and number of ranks saved it: each rank reads the parts of saved boxes that fall into its own. All is
-    checked, the SHA-256 of every file too, before the first value changes.
+    Any plan and number of ranks may have saved it: each rank reads the parts of saved boxes that overlap its own.
+    Everything is checked, including every file's SHA-256, before the first value changes.
 
     Args:
         directory: A step's folder, or DIR.
-        module: The parallel module, of the model that was saved.
-        optimizer: One of the kind that was saved, over its parameters; None: the module alone is loaded.
+        module: A parallel model of the model that was saved.
+        optimizer: An optimizer of the saved kind over its parameters; None: only the model is loaded.
 
     Returns:
-        The progress that `save` was given.
+        The `progress` that was passed to `save`.
 
     Raises:
-        LayerwiseError: Some rank finds the checkpoint damaged, or of another model or optimizer.
+        LayerwiseError: The checkpoint is damaged, or of another model or optimizer.
 
     Examples:
         See `save`.
@@ -198,7 +200,7 @@ def load(
     def check() -> tuple[Prepared, JSON]:
         if any(answer["digest"] != answers[0]["digest"] for answer in answers):
             names = ", ".join(answer["folder"] for answer in answers)
-            raise LayerwiseError(f"ranks see different checkpoints ({names}): they must share the file system")
+            raise LayerwiseError(f"the ranks see different checkpoints ({names}): they must share the file system")
         ours = {name: spec for answer in answers for name, spec in answer["tensors"].items()}
         _check_model(reader, ours)
         _check_about(reader, module)
@@ -229,9 +231,9 @@ def resume(
     facts: Mapping[str, JSON],
     otherwise: str = "",
 ) -> tuple[Path, dict[str, Any]] | None:
-    """Loads the latest checkpoint in DIR, as rank 0 sees it, and returns its folder and progress; None: there is none.
+    """Loads the latest checkpoint in DIR, as rank 0 sees it; returns its folder and progress, or None if there is none.
 
-    LayerwiseError where its progress differs from one of these `facts`; otherwise: what else the user can do.
+    Raises LayerwiseError if its progress differs in one of these `facts`; otherwise: another way out to mention.
     """
     path = of(module).comm.broadcast_text(str(latest(directory) or ""))
     if not path:
@@ -240,14 +242,16 @@ def resume(
     for what, here in facts.items():
         if progress.get(what) != here:
             raise LayerwiseError(
-                f"checkpoint {path!r} was trained with {what} {progress.get(what)}, here it is {here}: give the same"
-                f"{otherwise}"
+                f"checkpoint {path!r} was trained with {what} {progress.get(what)}, but here it is {here}: use the "
+                f"same{otherwise}"
             )
     return Path(path), progress
 
 
 def model_digest(graph: LayerGraph) -> str:
-    """Returns the network's SHA-256, whatever its batch, whether it is fused, reads cells, and what is trained."""
+    """Returns the network's SHA-256, which does not depend on its batch, on fusion, or on which
+    parameters are trained.
+    """
     graph = graph.freeze(())
     try:
         return fuse(graph.rebatch(1)).digest
@@ -256,9 +260,9 @@ def model_digest(graph: LayerGraph) -> str:
 
 
 def owned(module: ParallelModule) -> Owned:
-    """Returns the module's parameters with their shards: empty ones of parameters that only other ranks have a part of.
+    """Returns the module's parameters with their shards, which are empty for parameters that only other ranks hold.
 
-    (A parameter without elements that is not the model's may stand for a rank that holds nothing.)
+    (An empty parameter that is not the model's may stand for a rank that holds nothing.)
     """
     shards = {name: shard for shard in of(module).shards() for name in (shard.name, *shard.aliases)}
     owned = dict[Parameter, Shard]()
@@ -274,7 +278,7 @@ def owned(module: ParallelModule) -> Owned:
 
 
 def _check_about(reader: Reader, module: ParallelModule) -> None:
-    """LayerwiseError where the rest of what `save` wrote makes no sense, or is of another network."""
+    """Raises LayerwiseError if the rest of what `save` wrote is invalid, or is of another network."""
     about = reader.about
     with reader.sense(SEAL):
         if type(about["steps"]) is not int or about["steps"] < 0:
@@ -282,13 +286,11 @@ def _check_about(reader: Reader, module: ParallelModule) -> None:
         dict(about["progress"].items())
         same = about["model"] == model_digest(of(module).layer_graph)
     if not same:
-        raise LayerwiseError(
-            f"{reader.where} is of another model: it has the same names and shapes, but other operators"
-        )
+        raise LayerwiseError(f"{reader.where} is of another model with the same names and shapes, but other operators")
 
 
 def _check_model(reader: Reader, ours: Mapping[str, Any]) -> None:
-    """LayerwiseError unless it is of this model. `ours`: every tensor's shape, type and further names."""
+    """Raises LayerwiseError unless it is of this model. `ours`: every tensor's shape, type and other names."""
     where = f"{reader.where} is of another model:"
     saved = [name.removeprefix(MODEL) for name in reader.tensors if name.startswith(MODEL)]
     for name in ours:
@@ -297,12 +299,13 @@ def _check_model(reader: Reader, ours: Mapping[str, Any]) -> None:
     names = {further for name, (*_, aliases) in ours.items() for further in (name, *aliases)}
     for name in sorted(saved):
         if name not in names:
-            raise LayerwiseError(f"{where} it has {name!r}, which this model lacks{nearest(name, ours)}")
+            raise LayerwiseError(f"{where} it has {name!r}, which this model does not{nearest(name, ours)}")
     for name, (shape_here, dtype_here, _) in ours.items():
         shape, dtype = reader.tensors[MODEL + name].spec
         if list(shape) != shape_here:
-            raise LayerwiseError(f"{where} {name!r} has shape {list(shape)} there, {shape_here} here")
+            raise LayerwiseError(f"{where} {name!r} has shape {list(shape)} there, but {shape_here} here")
         if dtype_name(dtype) != dtype_here:
             raise LayerwiseError(
-                f"{reader.where} has {name!r} in {dtype_name(dtype)}, it is {dtype_here} here: load the module so"
+                f"{reader.where} has {name!r} in {dtype_name(dtype)}, but it is {dtype_here} here: load the model with "
+                "that type"
             )

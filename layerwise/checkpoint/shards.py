@@ -1,8 +1,8 @@
-"""Shards: the boxes of tensors that a rank has, in a safetensors file of its own.
+"""Shards: a rank's boxes of tensors, in its own safetensors file.
 
-The files are laid out as torch.distributed.checkpoint's HuggingFaceStorageWriter does it, so that its
-HuggingFaceStorageReader fills any state dict from them. They are written and read here, because that writer refuses
-tied and channels_last tensors and has a second copy of all of them in memory, and that reader says nothing of a
+The files have the layout of torch.distributed.checkpoint's HuggingFaceStorageWriter, so that its
+HuggingFaceStorageReader can fill any state dict from them. They are written and read here because that writer refuses
+tied and channels_last tensors and holds a second copy of everything in memory, and that reader does not report a
 missing file (torch 2.11 to 2.15).
 """
 
@@ -26,22 +26,22 @@ from layerwise.geometry import Box
 from layerwise.run.state.state import Shard
 from layerwise.tensorfile import DTYPES, Spec, write_tensors
 
-SHARDING: Final = "DCP_SHARDING_INFO"  # of a file's metadata: JSON of every tensor's OFFSETS, and here SHAPE
-OFFSETS, SHAPE = "saved_offsets", "shape"  # where a box begins; the extents of the full tensor
+SHARDING: Final = "DCP_SHARDING_INFO"  # key of a file's metadata: JSON of every tensor's OFFSETS and, here, SHAPE
+OFFSETS, SHAPE = "saved_offsets", "shape"  # where a box begins; the full tensor's shape
 DTYPE_OF: Final = {name: dtype for dtype, name in DTYPES.items()}  # by safetensors' name
 MOST_DIMS = 64  # of a tensor, in PyTorch
-MOST_CUT = 8  # dimensions in which a tensor is cut into boxes
+MOST_CUT = 8  # the most dimensions in which a tensor is split into boxes
 
 
 def file_name(rank: int) -> str:
-    """Returns the name of the file that a rank writes."""
+    """Returns the name of a rank's file."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def write_shards(path: Path, shards: Iterable[Shard]) -> str:
-    """Writes the file, each tensor under all its names, on disk when this returns. Returns its SHA-256.
+    """Writes the file, with each tensor under all its names, to disk. Returns its SHA-256.
 
-    LayerwiseError for an element type that the format lacks; OSError where the file cannot be written.
+    Raises LayerwiseError for an element type that the format lacks, and OSError if the file cannot be written.
     """
     named = {name: shard for shard in shards for name in (shard.name, *shard.aliases)}
     specs = {name: (tuple(shard.tensor.shape), shard.tensor.dtype) for name, shard in named.items()}
@@ -52,17 +52,17 @@ def write_shards(path: Path, shards: Iterable[Shard]) -> str:
 
 @dataclass(slots=True)
 class Stored:
-    """A tensor, by the boxes that tile it and the files that have them."""
+    """A tensor: the boxes that tile it, and the files that hold them."""
 
     spec: Spec
     boxes: list[tuple[Box, str]] = field(default_factory=list)
 
 
 class ShardReader:
-    """The tensors in the files of a folder; only what is asked for is read."""
+    """The tensors in the files of a folder. It reads only what is asked for."""
 
     def __init__(self, folder: Path, files: Iterable[str]) -> None:
-        """ValueError and the like unless the files have every element of every tensor exactly once."""
+        """Raises ValueError, for example, unless the files have every element of every tensor exactly once."""
         self.tensors: dict[str, Stored] = {}
         self._files: dict[str, Any] = {name: safe_open(os.fspath(folder / name), framework="pt") for name in files}
         for file, opened in self._files.items():
@@ -81,7 +81,7 @@ class ShardReader:
             check_tiled(name, stored.spec[0], [box for box, _ in stored.boxes])
 
     def slices(self, file: str, name: str) -> Any:
-        """Returns what a file has of a tensor; indexed by slices it reads those elements."""
+        """Returns a file's part of a tensor; indexing it by slices reads those elements."""
         return self._files[file].get_slice(name)
 
     def fill(self, name: str, box: Box, target: Tensor) -> None:
@@ -92,7 +92,7 @@ class ShardReader:
                 target[both.slices(box)].copy_(self.slices(file, name)[both.slices(saved)])
 
     def full(self, name: str) -> Tensor:
-        """Returns all of a tensor."""
+        """Returns a full tensor."""
         shape, dtype = self.tensors[name].spec
         tensor = torch.zeros(shape, dtype=dtype)
         self.fill(name, Box.full(shape), tensor)
@@ -101,26 +101,26 @@ class ShardReader:
 
 def _numbers(value: Any) -> tuple[int, ...]:
     if not isinstance(value, list) or len(value) > MOST_DIMS or not all(type(number) is int for number in value):
-        raise ValueError(f"{value!r:.60} stands where sizes belong")
+        raise ValueError(f"{value!r:.60} is not a list of sizes")
     return tuple(value)
 
 
 def check_tiled(name: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> None:
-    """ValueError unless every element is in exactly one of these boxes, which lie inside the shape.
+    """Raises ValueError unless every element is in exactly one of these boxes, which lie inside the shape.
 
-    Of boxes that cover an element an even number of times, corners cancel where they meet: only where all of a box is
-    covered an odd number of times are its own corners left. With as many elements as it has, that is once.
+    If boxes cover an element an even number of times, corners cancel where they meet. Only if all of a box is covered
+    an odd number of times are its own corners left; if the number of elements is right too, that is once.
     """
     saved, volume = sum(box.volume for box in boxes), prod(shape)
     if saved != volume:
-        raise ValueError(f"{saved} of the {volume} elements of {name!r} are there")
+        raise ValueError(f"only {saved} of the {volume} elements of {name!r} are stored")
     cut = [d for d, extent in enumerate(shape) if any(box.shape[d] != extent for box in boxes if box.volume)]
     if len(cut) > MOST_CUT:
-        raise ValueError(f"{name!r} is cut in {len(cut)} dimensions")
+        raise ValueError(f"{name!r} is split in {len(cut)} dimensions")
     left = Counter[tuple[int, ...]]()
     for box in boxes:
         if box.volume:
             left.update(product(*((box.lo[d], box.hi[d]) for d in cut)))
     odd = {corner for corner, times in left.items() if times % 2}
     if volume and odd != set(product(*((0, shape[d]) for d in cut))):
-        raise ValueError(f"of {name!r} some elements are there twice, and others not at all")
+        raise ValueError(f"some elements of {name!r} are stored twice, and others are missing")

@@ -1,6 +1,7 @@
-"""SaveSignals: what SIGUSR1 and SIGTERM ask of a training, which all ranks learn at one step.
+"""SaveSignals: lets all ranks learn in the same step that SIGUSR1 or SIGTERM has arrived.
 
-WorkerStart: they end no DataLoader's worker, as a signal to all processes of a job would: its rank is about to save.
+WorkerStart: protects DataLoader workers from these signals, which a job manager may send to all processes, as their
+rank is about to save.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from typing import Final
 from layerwise.comm.base import Comm
 from layerwise.comm.guard import TWICE_S, noted
 
-STOPPED: Final = 75  # exit status of a training that SIGTERM has ended, once it is saved: EX_TEMPFAIL, "try again"
+STOPPED: Final = 75  # exit status of a training that saved and stopped after SIGTERM: EX_TEMPFAIL, "try again"
 
 
 @contextmanager
 def handled(handler: Callable[[int, object], object], *numbers: signal.Signals) -> Iterator[Collection[int]]:
-    """Returns a context in which signals have this handler, where the user's program has none (main thread only).
+    """Returns a context in which these signals have this handler, unless the user's program has its own.
 
-    Yields those of them that have it.
+    Yields the signals that got it. Main thread only.
     """
     main = threading.current_thread() is threading.main_thread()
     before = {number: signal.getsignal(number) for number in numbers if main}
@@ -39,7 +40,8 @@ def handled(handler: Callable[[int, object], object], *numbers: signal.Signals) 
 
 
 class SaveSignals:
-    """SIGUSR1 asks to save, SIGTERM to save and to end: with `STOPPED`, as a job's manager gives time to.
+    """Receives SIGUSR1, which asks to save, and SIGTERM, which asks to save and exit with `STOPPED`.
+
 
         with SaveSignals(comm).taken() as signals:
             for batch in batches:
@@ -49,7 +51,7 @@ class SaveSignals:
                     if number == signal.SIGTERM:
                         sys.exit(layerwise.checkpoint.STOPPED)
 
-    A second SIGTERM, `TWICE_S` or more after the first, ends the process at once: one may come by two ways.
+    A second SIGTERM, `TWICE_S` or more after the first, ends the process at once, as one signal may arrive twice.
 
     Args:
         comm: The ranks, `module.comm`.
@@ -57,18 +59,18 @@ class SaveSignals:
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
-        self._numbers: list[int] = []  # that have come since `received`
+        self._numbers: list[int] = []  # that have arrived since `received`
         self._stopped_s: float | None = None
 
     @contextmanager
     def taken(self, *, stop: bool = True) -> Iterator[SaveSignals]:
-        """Returns a context in which the signals end nothing by themselves. stop: SIGTERM, too; else it is left."""
+        """Returns a context in which the signals do not end the process. stop: handle SIGTERM too."""
         process = os.getpid()
 
         def note(number: int, _: object) -> None:
             if os.getpid() == process:
                 self._note(number)
-            elif number == signal.SIGTERM:  # forked from this one, as a data loader's worker, which it ends
+            elif number == signal.SIGTERM:  # a forked process, such as a data loader's worker, which the signal ends
                 signal.signal(number, signal.SIG_DFL)
                 signal.raise_signal(number)
 
@@ -91,27 +93,28 @@ class SaveSignals:
         self._numbers.append(number)
 
     def received(self) -> int | None:
-        """Returns the signal that any rank got since the last call, SIGTERM first; None: none. Every rank calls it."""
+        """Returns the signal that any rank got since the last call, SIGTERM first, or None. Every rank must call it."""
         new = list(self._numbers)
-        del self._numbers[: len(new)]  # not those that have come meanwhile
+        del self._numbers[: len(new)]  # not those that have arrived meanwhile
         everyone: list[list[int]] = self._comm.all_gather_object(new)
-        return max((number for numbers in everyone for number in numbers), default=None)  # SIGTERM is the greater
+        # SIGTERM is the greater number
+        return max((number for numbers in everyone for number in numbers), default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStart:
-    """A DataLoader's worker_init_fn, which then calls the user's. The rank makes it.
+    """A DataLoader's worker_init_fn, created on the rank, which also calls the user's.
 
-    SIGUSR1 and SIGTERM do nothing in the worker, unless its rank sends the latter: multiprocessing does so where a
-    worker is to end, and waits for it. (Where the rank itself is gone, torch's worker ends.) Processes that the worker
-    starts ignore SIGTERM likewise, and end by SIGKILL.
+    In the worker SIGUSR1 and SIGTERM do nothing, unless its own rank sends SIGTERM: multiprocessing does so to end a
+    worker, and waits for it. (If the rank itself is gone, torch ends the worker.) Processes that the worker starts also
+    ignore SIGTERM, and end by SIGKILL.
     """
 
     then: Callable[[int], None] | None = None
     rank: int = field(default_factory=os.getpid)
 
     def __call__(self, worker: int) -> None:
-        """Sets the worker's own way with signals, once torch's handlers, which would end it, are set."""
+        """Sets the worker's signal handling, after torch has set its handlers, which would end it."""
         if hasattr(signal, "sigwaitinfo"):  # macOS has none
             signal.signal(signal.SIGUSR1, lambda *_: None)
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -123,4 +126,4 @@ class WorkerStart:
 def _obey(rank: int) -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank:
         pass
-    os._exit(0)  # as torch's handler
+    os._exit(0)  # like torch's handler

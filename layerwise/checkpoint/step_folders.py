@@ -1,11 +1,11 @@
-"""The folders of a run's checkpoints: which are complete, how one more comes to be, which go, and who writes.
+"""The folders of a run's checkpoints: finds, creates and removes them, and locks DIR for one writer.
 
-    DIR/step-00000012/             complete: it got this name when all of it was on disk
+    DIR/step-00000012/             complete: it gets this name once all of it is on disk
     DIR/.step-00000012.tmp-1f3a/   being written, or left by a crash: the next save removes it
-    DIR/.step-00000012.replaced    complete, put aside while another of the same step takes its name
-    DIR/.writer                    locked by the one run that writes into DIR; the system frees it however that ends
+    DIR/.step-00000012.replaced    complete, but put aside while another one of the same step takes its name
+    DIR/.writer                    locked by the one run that writes into DIR; the system unlocks it when that ends
 
-None of these may be a link: what it leads to must not be renamed or removed.
+None of these may be a link: its target must not be renamed or removed.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _TEMPORARY = re.compile(r"\.step-\d{8,}\.tmp-\w+")
 
 
 def latest(directory: str | os.PathLike[str]) -> Path | None:
-    """Returns the complete checkpoint of the highest step in DIR; None where there is none."""
+    """Returns the complete checkpoint of the highest step in DIR, or None."""
     steps = _complete(Path(directory))
     return steps[max(steps)] if steps else None
 
 
 def find(checkpoint: str | os.PathLike[str]) -> Path:
-    """Returns the checkpoint that is meant: this folder, or the latest in it. LayerwiseError where neither is one."""
+    """Returns this checkpoint folder, or the latest one inside it. Raises LayerwiseError if there is none."""
     path = Path(checkpoint)
     try:
         exists, folder = path.exists(), path if (path / SEAL).is_file() else latest(path)
@@ -53,14 +53,14 @@ def find(checkpoint: str | os.PathLike[str]) -> Path:
         raise LayerwiseError(f"checkpoint {os.fspath(path)!r} cannot be read: {reason}") from None
     if folder is None:
         what = "there is no such folder" if not exists else "the folder has no complete checkpoint (step-...)"
-        raise LayerwiseError(f"checkpoint {os.fspath(path)!r}: {what}; give a step's folder or the one that holds them")
+        raise LayerwiseError(f"checkpoint {os.fspath(path)!r}: {what}; pass a step's folder or its parent")
     return folder
 
 
 def begin(directory: Path, steps: int) -> Path:
-    """Makes an empty temporary folder for a step's checkpoint, and DIR; what crashes have left there is removed."""
+    """Creates DIR and an empty temporary folder for a step's checkpoint; removes what crashes have left there."""
     directory.mkdir(parents=True, exist_ok=True)
-    _complete(directory)  # a link among them is told before anything is written
+    _complete(directory)  # reports links before anything is written
     for path in directory.iterdir():
         if _TEMPORARY.fullmatch(path.name):
             folder = path.is_dir() and not path.is_symlink()
@@ -71,9 +71,9 @@ def begin(directory: Path, steps: int) -> Path:
 
 
 def commit(temporary: Path, steps: int, keep: int) -> Path:
-    """Makes the temporary folder, whose contents are on disk, the checkpoint of its step; keeps the newest `keep`.
+    """Turns the temporary folder, which is on disk, into its step's checkpoint; deletes all but the newest `keep`.
 
-    A crash at any point leaves either this checkpoint or those before it. The new one stays, whatever its step.
+    A crash at any point leaves either this checkpoint or the earlier ones. The new one stays, whatever its step.
     """
     directory = temporary.parent
     final, aside = directory / _name(steps), directory / f".{_name(steps)}.replaced"
@@ -94,13 +94,13 @@ def _complete(directory: Path) -> dict[int, Path]:
     """Returns the complete checkpoints by step."""
     complete: dict[int, Path] = {}
     try:
-        for path in sorted(directory.iterdir()):  # .step comes before step
+        for path in sorted(directory.iterdir()):  # .step sorts before step
             match = _COMPLETE.fullmatch(path.name)
             if match and (path.is_symlink() or (path.exists() and not path.is_dir())):  # a pipe would block
                 what = "a link" if path.is_symlink() else "no folder"
                 raise LayerwiseError(
-                    f"checkpoints {os.fspath(directory)!r}: {path.name} is {what}: put the folder itself in its "
-                    "place, or remove it"
+                    f"checkpoints {os.fspath(directory)!r}: {path.name} is {what}: replace it by the folder itself, or "
+                    "remove it"
                 )
             if match and (path / SEAL).is_file():
                 complete[int(match[1] or match[2])] = path
@@ -120,7 +120,7 @@ def _temporary(directory: Path, steps: int) -> Path:
 
 
 def _remove(path: Path, steps: int) -> None:
-    """Removes a checkpoint, renamed first: by halves it must not look complete. Nothing depends on its success."""
+    """Removes a checkpoint, renamed first so that a half-removed one does not look complete. Failures are ignored."""
     try:
         doomed = path.rename(_temporary(path.parent, steps))
     except OSError:
@@ -130,10 +130,10 @@ def _remove(path: Path, steps: int) -> None:
 
 @contextmanager
 def sole_writer(directory: str | os.PathLike[str], patience_s: float = 0.0) -> Iterator[None]:
-    """Returns a context in which no other process writes into DIR: it is made, and removed where no checkpoint came.
+    """Returns a context in which no other process writes into DIR, which is created, and removed if no checkpoint came.
 
-    LayerwiseError where another process still writes there after so many seconds, of which stderr tells; OSError where
-    nothing can be written. Where the file system knows no locks, it is only found out whether files can be written.
+    Raises LayerwiseError if another process still writes there after `patience_s` seconds (stderr says that it waits),
+    and OSError if nothing can be written. On a file system without locks, only writing is tested.
     """
     folder = Path(os.path.realpath(directory))
     mark = folder / MARK
@@ -149,19 +149,20 @@ def sole_writer(directory: str | os.PathLike[str], patience_s: float = 0.0) -> I
         finally:
             _locked.discard(mark)
             with suppress(OSError):
-                mark.unlink()  # while it is locked: whoever has opened it meanwhile sees that it is gone
+                mark.unlink()  # while locked, so that whoever has opened it meanwhile sees that it is gone
             os.close(lock)
     finally:
         for path in created:
-            with suppress(OSError):  # there are checkpoints in it
+            with suppress(OSError):  # it contains checkpoints
                 path.rmdir()
 
 
 def _lock(mark: Path, directory: str, patience_s: float) -> int:
-    """Returns the descriptor of the locked file. A lock of fcntl's is not handed on to forked processes."""
+    """Returns the descriptor of the locked file. fcntl locks are not inherited by forked processes."""
     until, told = time.monotonic() + patience_s, False
     while True:
-        mark.parent.mkdir(parents=True, exist_ok=True)  # the run before may have saved nothing, and removed it
+        # the run before may have removed the folder, as it saved nothing
+        mark.parent.mkdir(parents=True, exist_ok=True)
         try:
             lock = os.open(mark, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         except FileNotFoundError:
@@ -170,22 +171,20 @@ def _lock(mark: Path, directory: str, patience_s: float) -> int:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             taken = False
         except OSError as error:
-            taken = error.errno in (errno.EACCES, errno.EAGAIN)  # else the file system knows no locks
+            taken = error.errno in (errno.EACCES, errno.EAGAIN)  # otherwise the file system has no locks
         if not taken:
             with suppress(FileNotFoundError):
                 if os.path.samestat(mark.stat(), os.fstat(lock)):
                     break
             os.close(lock)  # its holder has just ended and removed it
             continue
-        who = os.read(lock, 200).decode(errors="replace").strip() or "its process is not known"
+        who = os.read(lock, 200).decode(errors="replace").strip() or "unknown process"
         os.close(lock)
         text = f"another run is writing checkpoints into {directory!r} ({who})"
         if time.monotonic() >= until:
-            raise LayerwiseError(f"{text}: give every run a folder of its own, or wait until that one has ended")
+            raise LayerwiseError(f"{text}: use a separate folder for every run, or wait until that one has ended")
         if not told:
-            print(
-                f"layerwise: {text}: waiting for its end, for {patience_s:.0f} s at most", file=sys.stderr, flush=True
-            )
+            print(f"layerwise: {text}: waiting up to {patience_s:.0f} s for it to end", file=sys.stderr, flush=True)
         told = True
         time.sleep(POLL_S)
     os.ftruncate(lock, 0)

@@ -1,5 +1,5 @@
-"""Communication between ranks: messages and collectives of all or of a group, whose bytes are counted.
+"""Communication between ranks: messages and collectives over all ranks or a group, with bytes counted.
 
-`base` has what every `Comm` does; `process` is torch.distributed's, `solo` one rank's; `start` joins ranks, `together`
-has them agree, `watch` names the one that failed. It knows torch.distributed and nothing of plans.
+`base` has what every `Comm` does; `process` runs on torch.distributed, `solo` is a single rank; `start` joins the
+ranks, `together` makes them agree, `watch` names the one that failed. It knows torch.distributed and nothing of plans.
 """

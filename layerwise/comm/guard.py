@@ -1,4 +1,4 @@
-"""Guard: a thread that ends the process where the main thread is inside torch for too long.
+"""Guard: a thread that ends the process if the main thread is inside torch for too long.
 
 It never touches the network. SIGTERM reaches it through a pipe, as Python's own handlers wait for the main thread.
 """
@@ -21,18 +21,18 @@ from layerwise.errors import shortened
 
 TICK_S: Final = 1.0
 GRACE_S: Final = 3.0  # for the main thread to end by itself
-TWICE_S: Final = 2.0  # a SIGTERM that comes later is a second one: before, one that two have sent on
+TWICE_S: Final = 2.0  # a later SIGTERM is a second one; an earlier one was forwarded twice
 
 
 def noted(*_: object) -> None:
-    """The handler of a signal that nothing is to be done about here: of SIGTERM, where there is a Guard."""
+    """A signal handler that does nothing: for SIGTERM, if there is a Guard."""
 
 
 class Guard:
-    """The guard of a watch; it is started in the main thread.
+    """The guard of a watch; start it in the main thread.
 
-    It ends this process when it is told to (SIGTERM), when a communication is overdue, and when another rank has failed
-    and the main thread does not come to hear of it.
+    It ends this process on SIGTERM, when a communication is overdue, and when another rank has failed and the main
+    thread does not notice.
     """
 
     def __init__(self, watch: Watch) -> None:
@@ -43,13 +43,13 @@ class Guard:
         self._stopped_s = 0.0
 
     def start(self) -> None:
-        """Starts the thread, and takes over SIGTERM where that has no handler yet."""
+        """Starts the thread, and handles SIGTERM unless it has a handler already."""
         main = threading.current_thread() is threading.main_thread()
         if main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, noted)
             signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
             self._has_signal = True
-            # The SIGTERM of a process forked from this one, a data loader's worker, does not concern this one.
+            # A forked process's SIGTERM, such as a data loader's worker's, does not concern this one.
             hold, release = (
                 partial(signal.pthread_sigmask, how, {signal.SIGTERM}) for how in (signal.SIG_BLOCK, signal.SIG_UNBLOCK)
             )
@@ -72,11 +72,11 @@ class Guard:
                 self._look()
 
     def _terminated(self) -> None:
-        """Ends after a SIGTERM, which comes most often because another rank has died, and torchrun ends the others."""
+        """Ends after SIGTERM, which torchrun usually sends to the others because a rank has died."""
         watch = self._watch
         twice = watch.stopped and time.monotonic() - self._stopped_s > TWICE_S
         theirs = not watch.spared and signal.getsignal(signal.SIGTERM) is not noted  # set after `start`
-        if (not watch.alive or twice) and not theirs:  # no other rank is to be told
+        if (not watch.alive or twice) and not theirs:  # no other rank needs to be told
             os._exit(128 + signal.SIGTERM)
         if not watch.stopped:
             watch.stopped, self._stopped_s = True, time.monotonic()  # for the next sign of life

@@ -1,14 +1,13 @@
 """ProcessComm: ranks that are processes, over torch.distributed (NCCL between GPUs, else gloo).
 
-Streams, each a process group of its own, so that none waits for another: messages and the collectives that somebody
-waits for at once; the sums of gradients (kind "sync") and the gathers of parameters (kind "gathers"), which run beside
-them; texts and barriers, on the CPU.
+There are four streams, each its own process group, so that none waits for another: messages and collectives that
+somebody waits for at once; gradient sums (kind "sync"); parameter gathers (kind "gathers"); and, on the CPU, texts and
+barriers.
 
-gloo: all receives of an exchange are posted before its sends. Then both directions of a link are used at once, at 91 %
-of 1 Gb/s for 16 MB between 2 or 4 nodes, whole or in chunks; sends first give 44 to 56 %, and chunks of 64 KB to 1 MB
-cure that only in part (measured with torch 2.13 on the emulated cluster). So a message is one piece. The messages of a
-pair of ranks are numbered in each stream, in the order in which both start them: of several under way none is taken
-for another.
+gloo: all receives of an exchange are posted before its sends. Then a link's two directions are used at once, at 91 % of
+1 Gb/s for 16 MB between 2 or 4 nodes, with or without chunks; sends first give 44 to 56 %, which chunks of 64 KB to 1
+MB cure only in part (torch 2.13 on the emulated cluster). So a message is sent in one piece. The messages of each pair
+of ranks are numbered in each stream, in the order in which both start them, so that none is taken for another.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ from layerwise.comm.under_way import UnderWay, Waitable
 from layerwise.comm.watch import Watch
 from layerwise.errors import LayerwiseError
 
-SLACK_S: Final = 5.0  # after the time-out, before the guard ends what torch has not
-NUMBERS: Final = 2**30  # then messages are numbered from 0 again
-LONG: Final = 4  # time-outs: what gloo itself limits may take longer, a time-out for each of its parts
+SLACK_S: Final = 5.0  # beyond the time-out, before the guard ends what torch has not ended
+NUMBERS: Final = 2**30  # then message numbers start from 0 again
+LONG: Final = 4  # time-outs: gloo may take a time-out for each part of an operation
 
 Collective = Callable[..., "dist.Work | None"]
 Stream = dict[Group, dist.ProcessGroup]
@@ -45,10 +44,10 @@ _reduce_scatter: Collective = getattr(dist, "reduce_scatter_single", None) or di
 
 
 class ProcessComm(Comm):
-    """A rank that is a process; `start` makes it. Needs torch.distributed's default group, of which it has some ranks.
+    """A rank that is a process; `start` creates it. Needs torch.distributed's default group, and has some of its ranks.
 
-    device: where its tensors are. timeout_s: how long an operation may take. members: of the default group, ascending;
-    default all. CUDA tensors go over gloo by way of the CPU: for tests, where several ranks share a GPU.
+    device: of its tensors. timeout_s: the longest that an operation may take. members: ranks of the default group,
+    ascending; default all. CUDA tensors go over gloo through the CPU: for tests, in which several ranks share a GPU.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class ProcessComm(Comm):
     ) -> None:
         world = dist.get_world_size()
         self._members = Members(members or tuple(range(world)), world)
-        self._ranks = self._members.ranks  # by rank in here
+        self._ranks = self._members.ranks  # index: rank in this Comm
         self.rank, self.size = self._ranks.index(dist.get_rank()), len(self._ranks)
         self.device = device
         self.collectives = nccl
@@ -64,15 +63,15 @@ class ProcessComm(Comm):
         self._watch = watch
         self._timeout_s = timeout_s
         self._everyone = tuple(range(self.size))
-        self._made = 0  # process groups so far
-        self._numbers: Counter[tuple[int, bool, int]] = Counter()  # of messages so far: stream, whether sent, peer
+        self._made = 0  # number of process groups created
+        self._numbers: Counter[tuple[int, bool, int]] = Counter()  # messages so far, by stream, direction and peer
         self.given_up: list[UnderWay] = []  # nobody will wait for these
-        self._last: tuple[dist.Work, str, float] | None = None  # NCCL: the last that was started, what for, and when
+        self._last: tuple[dist.Work, str, float] | None = None  # NCCL: the last operation started, its purpose and time
         watch.overdue = self._overdue
         self._texts = self._new_group(self._everyone, "gloo")
         self._waited_for = {self._everyone: self._new_group(self._everyone)}
         self._beside = {self._everyone: self._new_group(self._everyone)}
-        self._gathering: dict[Group, dist.ProcessGroup] = {}  # where a plan has such (`prepare`)
+        self._gathering: dict[Group, dist.ProcessGroup] = {}  # if a plan gathers parameters (`prepare`)
 
     @property
     def members(self) -> Members:
@@ -84,22 +83,22 @@ class ProcessComm(Comm):
         self._watch.at(step, layer)
 
     def prepare(self, groups: Iterable[Group], kind: TrafficKind) -> None:
-        """Makes a process group of each, which takes 2 to 11 ms (2 to 8 ranks)."""
+        """Creates a process group for each, which takes 2 to 11 ms (2 to 8 ranks)."""
         stream, groups = self._stream(kind), list(groups)
-        if groups and not self.collectives:  # messages go through that of all ranks
+        if groups and not self.collectives:  # messages use the group of all ranks
             groups.append(self._everyone)
         for group in groups:
             if len(group) > 1 and group not in stream:
                 stream[group] = self._new_group(group)
 
     def device_mesh(self, ranks: NDArray[np.int64]) -> DeviceMesh:
-        """Returns a mesh whose collectives go over the process groups of kind "io"."""
+        """Returns a mesh whose collectives use the process groups of kind "io"."""
         lines = [np.moveaxis(ranks, axis, -1).reshape(-1, size).tolist() for axis, size in enumerate(ranks.shape)]
         groups, stream = [tuple(line) for axis in lines for line in axis], self._stream("io")
         for group in groups:
             if group not in stream:
                 stream[group] = self._new_group(group)
-        # Meshes of equal names and ranks are one to torch, and these may be of several Comms.
+        # torch identifies meshes by names and ranks, and these may belong to several Comms.
         of = "" if self.size == self._members.world else f"of_{'_'.join(map(str, self._ranks))}_"
         names = tuple(f"{of}axis_{axis}" for axis in range(ranks.ndim))
         mesh = torch.from_numpy(np.array(self._ranks)[ranks])
@@ -116,7 +115,7 @@ class ProcessComm(Comm):
         what: str,
         stream: TrafficKind | None = None,
     ) -> Handle:
-        """Starts one message a peer, receives first, over gloo; one batch over NCCL."""
+        """Starts one message for each peer, receives first, over gloo; one batch over NCCL."""
         sends = [(peer, tensor) for peer, tensor in sends if tensor.numel()]
         receives = [(peer, tensor) for peer, tensor in receives if tensor.numel()]
         if not sends and not receives:
@@ -155,12 +154,14 @@ class ProcessComm(Comm):
         return self._numbers[key] % NUMBERS
 
     def _end_given_up(self) -> None:
-        """Waits for what an error has left under way. It ends: every rank has started it before what it starts now."""
+        """Waits for what an error has left under way. It ends, as every rank has started it before
+        what it starts now.
+        """
         while self.given_up:
             self.given_up.pop().wait()
 
     def all_gather(self, out: Tensor, local: Tensor, group: Group, kind: TrafficKind, what: str) -> Handle:
-        """Starts NCCL's own, else an exchange."""
+        """Starts NCCL's all-gather, else an exchange."""
         if not self.collectives or len(group) == 1 or not local.numel():
             return super().all_gather(out, local, group, kind, what)
         self.sent[kind] += (len(group) - 1) * local.nbytes
@@ -169,14 +170,14 @@ class ProcessComm(Comm):
     def reduce_scatter(
         self, out: Tensor, parts: Tensor, group: Group, kind: TrafficKind, what: str, stream: TrafficKind | None = None
     ) -> Handle:
-        """Starts NCCL's own, else an exchange and a sum."""
+        """Starts NCCL's reduce-scatter, else an exchange and a sum."""
         if not self.collectives or len(group) == 1 or not parts.numel():
             return super().reduce_scatter(out, parts, group, kind, what, stream)
         self.sent[kind] += (len(group) - 1) * out.nbytes
         return self._collective(_reduce_scatter, out.view(-1), parts.contiguous().view(-1), group, stream or kind, what)
 
     def all_to_all(self, out: Tensor, parts: Tensor, group: Group, kind: TrafficKind, what: str) -> Handle:
-        """Starts NCCL's own, else an exchange."""
+        """Starts NCCL's all-to-all, else an exchange."""
         if not self.collectives or len(group) == 1 or not parts.numel():
             return super().all_to_all(out, parts, group, kind, what)
         self.sent[kind] += (len(group) - 1) * parts.nbytes // len(group)
@@ -190,7 +191,7 @@ class ProcessComm(Comm):
         return UnderWay(self, what, [(f"in {what}", work)], [out, x])
 
     def all_reduce(self, tensor: Tensor, group: Group, kind: TrafficKind, what: str) -> Handle:
-        """Starts torch.distributed's own."""
+        """Starts torch.distributed's all-reduce."""
         assert tensor.is_contiguous(), what
         if len(group) == 1 or not tensor.numel():
             return Done()
@@ -204,14 +205,14 @@ class ProcessComm(Comm):
         return UnderWay(self, what, [(f"in {what}", work)], [staged], belongs)
 
     def all_gather_text(self, text: str) -> list[str]:
-        """Goes over gloo, by way of the CPU."""
+        """Sends the texts over gloo, through the CPU."""
         texts: list[str] = [""] * self.size
         with self._joint("an agreement of all ranks"):
             dist.all_gather_object(texts, text, group=self._texts)
         return texts
 
     def tell(self, numbers: Sequence[int]) -> Callable[[], list[list[int]]]:
-        """Tells all ranks by way of the CPU, beside whatever else is under way."""
+        """Tells all ranks through the CPU, concurrently with everything else."""
         local = torch.tensor(numbers, dtype=torch.int64)
         everyone = local.new_empty(self.size * len(numbers))
         what = "an agreement on the batch"
@@ -228,31 +229,31 @@ class ProcessComm(Comm):
         return told
 
     def barrier(self) -> None:
-        """Goes over gloo, by way of the CPU."""
+        """Waits over gloo, through the CPU."""
         with self._joint("a barrier"):
             dist.barrier(group=self._texts)
 
     def spare(self, spared: bool) -> None:
-        """Says so to the watch."""
+        """Tells the watch."""
         self._watch.spared = spared
 
     def close(self, error: BaseException | None = None) -> None:
-        """Waits for all ranks, or tells them of this rank's error. Afterwards nothing of it may be used."""
+        """Waits for all ranks, or tells them of this rank's error. Do not use it afterwards."""
         if error is None or (isinstance(error, SystemExit) and not error.code):
             self._watch.end()
             with self.during("a barrier"):
                 dist.barrier(group=self._texts)
             self._watch.stop()
-            with suppress(RuntimeError):  # whoever ends badly from here on has done its part
-                dist.barrier(group=self._texts)  # the store may go: no rank looks at it any more
+            with suppress(RuntimeError):  # a rank that fails from here on has done its part
+                dist.barrier(group=self._texts)  # the store may go: no rank reads it any more
         elif not isinstance(error, CommError):
             name = "" if isinstance(error, LayerwiseError) else f"{type(error).__name__}: "
             text = f"{name}{error}".strip(": ")
             self._watch.fail(" ".join(text.split()))
 
     def _joint(self, what: str, group: Group | None = None) -> AbstractContextManager[list[str]]:
-        """Returns `during`, of what all ranks do in one order: by its number one knows what a rank that has ended never
-        comes to.
+        """Returns `during` for an operation of all ranks; they are numbered, so that ranks know which ones an ended
+        rank never reaches.
         """
         self._watch.joint += group in (None, self._everyone)
         return self.during(what)
@@ -261,14 +262,14 @@ class ProcessComm(Comm):
         return self._beside if kind == "sync" else self._gathering if kind == "gathers" else self._waited_for
 
     def _new_group(self, group: Group, backend: str | None = None) -> dist.ProcessGroup:
-        # NCCL's own watchdog would abort without a message: it shall find that this one has acted.
+        # NCCL's own watchdog would abort without a message, so it gets more time than ours.
         seconds = self._timeout_s + (4 * SLACK_S if self.collectives and backend is None else 0)
         backend = backend or ("nccl" if self.collectives else "gloo")
         global_ranks = tuple(self._ranks[rank] for rank in group)
         with self.during(f"the making of a process group of ranks {global_ranks}", self._timeout_s + SLACK_S):
 
             def make() -> dist.ProcessGroup:
-                if self.device.type == "cuda":  # a thread has its own
+                if self.device.type == "cuda":  # a thread has its own device
                     torch.cuda.set_device(self.device)
                 if self.size == self._members.world:
                     process_group: dist.ProcessGroup = dist.new_group(list(group), timedelta(seconds=seconds), backend)
@@ -276,11 +277,11 @@ class ProcessComm(Comm):
                 self._made += 1
                 return _group_of_members(global_ranks, timedelta(seconds=seconds), backend, self._ranks, self._made)
 
-            try:  # no guard ends a process that made the default group itself
+            try:  # no guard ends a process whose user made the default group
                 process_group = in_thread(make).result(self._timeout_s + SLACK_S)
             except TimeoutError:
                 raise RuntimeError("overdue") from None
-            if backend == "nccl" and self.rank in group:  # it connects at the first use: now
+            if backend == "nccl" and self.rank in group:  # it connects at the first use, which is now
                 dist.all_reduce(torch.zeros(1, device=self.device), group=process_group)
         return process_group
 
@@ -290,7 +291,7 @@ class ProcessComm(Comm):
             self._last = work, what, time.monotonic()
 
     def _overdue(self) -> str:
-        """Returns what NCCL has not done within the time-out, though nobody waits for it on the CPU."""
+        """Returns what NCCL has not finished within the time-out, though nobody waits for it on the CPU."""
         if self._last is None:
             return ""
         work, what, since_s = self._last
@@ -302,7 +303,9 @@ class ProcessComm(Comm):
 
     @contextmanager
     def during(self, what: str, limit_s: float | None = None) -> Iterator[list[str]]:
-        """Makes torch's errors within it a CommError that names who is at fault. Yields a list: what it does now."""
+        """Turns torch's errors into a CommError that names the rank at fault. Yields a one-item list: the current
+        action.
+        """
         now = [f"in {what}"]
         self._watch.enter(what, LONG * self._timeout_s if limit_s is None else limit_s)
         try:
@@ -316,10 +319,10 @@ class ProcessComm(Comm):
 
 
 def _group_of_members(ranks: Group, timeout: timedelta, backend: str, members: Group, number: int) -> dist.ProcessGroup:
-    """Returns a process group that some ranks of the default group, `members`, make by themselves: each calls this.
+    """Returns a process group that some ranks of the default group, `members`, create alone: each must call this.
 
-    `dist.new_group` waits for all ranks or, told not to, names the group by how many groups the process has: of which
-    one rank may have more than another.
+    `dist.new_group` waits for all ranks; or else it names the group by the number of groups in the process, which may
+    differ between ranks.
     """
     from torch.distributed import distributed_c10d as c10d
 
@@ -336,13 +339,13 @@ def _group_of_members(ranks: Group, timeout: timedelta, backend: str, members: G
 
 
 def _sure(work: dist.Work | None) -> dist.Work:
-    """Returns the work, which only a rank outside of the group does not have."""
+    """Returns the work, which only a rank outside the group lacks."""
     assert work is not None
     return work
 
 
 def _on_cpu(tensor: Tensor, *, copy: bool) -> Tensor:
-    """Returns the tensor itself, or (with what is in it) one like it."""
+    """Returns the tensor itself, or one like it on the CPU (copy: with its content)."""
     if tensor.device.type == "cpu":
         return tensor
     return tensor.cpu() if copy else torch.empty(tensor.shape, dtype=tensor.dtype)

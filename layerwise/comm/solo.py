@@ -1,4 +1,4 @@
-"""SoloComm: the network of one rank. Nothing travels."""
+"""SoloComm: the network of a single rank. Nothing is sent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from layerwise.comm.base import Comm, Done, Group, Handle, TrafficKind
 
 
 class SoloComm(Comm):
-    """One rank alone: collectives of the group (0,) copy."""
+    """A single rank: collectives of the group (0,) copy."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.rank, self.size = 0, 1
@@ -31,13 +31,13 @@ class SoloComm(Comm):
         what: str,
         stream: TrafficKind | None = None,
     ) -> Handle:
-        """Returns at once: there is nobody to exchange with."""
+        """Returns at once, as there are no peers."""
         assert not sends, what
         assert not receives, what
         return Done()
 
     def all_reduce(self, tensor: Tensor, group: Group, kind: TrafficKind, what: str) -> Handle:
-        """Leaves the tensor, which is the sum of one, as it is."""
+        """Leaves the tensor unchanged: it is the sum of one."""
         assert group == (0,), what
         return Done()
 

@@ -1,4 +1,4 @@
-"""Start: this process becomes a rank, as torchrun's environment says (`Seat`); its way to the store; how it ends."""
+"""Start: makes this process a rank, as torchrun's environment says (`Seat`), connects it to the store, and ends it."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from layerwise.comm.watch import Watch
 from layerwise.errors import LayerwiseError
 
 Backend = Literal["gloo", "nccl"]
-POLL_S: Final = 0.05  # between two looks at who has arrived
+POLL_S: Final = 0.05  # between two checks of who has arrived
 CONNECT_SLACK_S: Final = 1.0  # for torch to answer after the time-out
 
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """This process's place among the ranks, as torchrun's environment says it."""
+    """This process's place among the ranks, as torchrun's environment says."""
 
     rank: int
     size: int
@@ -40,7 +40,7 @@ class Seat:
     local_size: int
     host: str  # of the store
     port: int
-    agent: bool  # torchrun serves the store, else rank 0 does
+    agent: bool  # torchrun serves the store, otherwise rank 0 does
 
     @property
     def address(self) -> str:
@@ -49,18 +49,22 @@ class Seat:
 
 
 def read_environment(environment: Mapping[str, str]) -> Seat | None:
-    """Returns torchrun's variables; None where there are none. LayerwiseError where they make no sense."""
+    """Returns torchrun's variables, or None if there are none. Raises LayerwiseError if they are invalid."""
     if "RANK" not in environment and "WORLD_SIZE" not in environment:
         return None
     needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in needed if not environment.get(name)]
     if missing:
-        raise LayerwiseError(f"{' and '.join(missing)} not set, while other variables of torchrun are: use torchrun")
+        raise LayerwiseError(
+            f"{' and '.join(missing)} not set, though other variables of torchrun are: start the ranks with torchrun"
+        )
 
     def number(name: str, low: int, high: int, default: int | None = None) -> int:
         text = environment.get(name) or str(default)
         if not text.isascii() or not text.isdigit() or not low <= int(text) <= high:
-            raise LayerwiseError(f"{name} is {text!r}; it must be a whole number from {low} to {high}: use torchrun")
+            raise LayerwiseError(
+                f"{name} is {text!r}, but must be an integer from {low} to {high}: start the ranks with torchrun"
+            )
         return int(text)
 
     size = number("WORLD_SIZE", 1, 2**20)
@@ -78,17 +82,17 @@ def read_environment(environment: Mapping[str, str]) -> Seat | None:
 
 
 def start(timeout_s: float = 30.0, backend: Backend | None = None, device: str | None = None) -> Comm:
-    """Joins the other ranks. Without torchrun's environment, or with a world of one: a SoloComm.
+    """Joins the other ranks. Returns a SoloComm without torchrun's environment, or if there is one rank.
 
-    timeout_s: for the others to arrive, and later for every operation. device: default a GPU where there is one.
-    backend: default NCCL where every rank of this node has a GPU of its own, else gloo. Raises LayerwiseError for a bad
-    environment, CommError where ranks do not arrive or do not fit together.
+    timeout_s: for the others to arrive, and later for every operation. device: default a GPU if there is one. backend:
+    default NCCL if every rank of this node has its own GPU, else gloo. Raises LayerwiseError for an invalid
+    environment, and CommError if ranks do not arrive or do not fit together.
 
-    Call it in the main thread, and `leave` at the end: SIGTERM is taken over, and a thread may end this process with
-    one line on stderr where another rank has failed and the main thread does not come back.
+    Call it in the main thread, and call `leave` at the end: it handles SIGTERM, and a thread may end this process, with
+    one line on stderr, if another rank has failed and the main thread does not return.
     """
     if not 0 < timeout_s < 10**6:
-        raise LayerwiseError(f"the time-out is {timeout_s:g} s; it must be positive, and less than 10^6 s")
+        raise LayerwiseError(f"the time-out is {timeout_s:g} s, but must be positive and less than 10^6 s")
     seat = read_environment(os.environ)
     where = _device(seat, device)
     if seat is None or seat.size == 1:
@@ -96,8 +100,8 @@ def start(timeout_s: float = 30.0, backend: Backend | None = None, device: str |
     backend = backend or _backend(seat, where)
     if backend == "nccl" and (where.type != "cuda" or torch.cuda.device_count() < seat.local_size):
         raise LayerwiseError(
-            f"NCCL needs a GPU for each of the {seat.local_size} ranks of a node; here are "
-            f"{torch.cuda.device_count()} and rank {seat.rank} computes on {where}: use gloo"
+            f"NCCL needs a GPU for each of the {seat.local_size} ranks of a node, but there are "
+            f"{torch.cuda.device_count()} here and rank {seat.rank} computes on {where}: use gloo"
         )
     if where.type == "cuda":
         torch.cuda.set_device(where)
@@ -125,7 +129,7 @@ def start(timeout_s: float = 30.0, backend: Backend | None = None, device: str |
 
 
 def join_default_group(device: torch.device, timeout_s: float = 30.0, members: Group | None = None) -> ProcessComm:
-    """Returns a Comm over the default group that the user has made. Nothing ends this process for it.
+    """Returns a Comm over the default group that the user has created. It never ends this process.
 
     members: some of its ranks, ascending, which alone call this; default all.
     """
@@ -140,13 +144,13 @@ def join_default_group(device: torch.device, timeout_s: float = 30.0, members: G
         own = in_thread(_get_default_store().clone).result(timeout_s)  # type: ignore[attr-defined]
     except (TimeoutError, RuntimeError) as error:
         raise CommError(
-            f"the store of the default group does not answer within {timeout_s:g} s, says rank {seat.rank}: whoever "
-            f"serves it at {seat.address} has ended, is stopped or cut off ({reason(error)})"
+            f"the default group's store does not answer rank {seat.rank} within {timeout_s:g} s: its server at "
+            f"{seat.address} has ended, is stopped or is cut off ({reason(error)})"
         ) from error
     if nccl and members is not None and dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None:
         raise LayerwiseError(
-            "NCCL would split a group of some ranks from the default group, which takes all ranks: leave device_id out "
-            "of init_process_group"
+            "NCCL would split a group of some ranks from the default group, which needs all ranks: do not pass "
+            "device_id to init_process_group"
         )
     prefix = "layerwise" if members is None else f"layerwise/{'_'.join(map(str, members))}"
     watch = _watch(seat, PrefixStore(prefix, own), timeout_s, members)
@@ -161,9 +165,9 @@ def leave(code: int) -> NoReturn:
 
 
 def connect(seat: Seat, timeout_s: float) -> tuple[Store, Store]:
-    """Returns connections to the store for the main thread and the watch; rank 0 serves it where torchrun does not.
+    """Returns connections to the store for the main thread and the watch; rank 0 serves it unless torchrun does.
 
-    CommError where there is none to be had within the time-out (and a second).
+    Raises CommError if none is available within the time-out (and a second).
     """
     serves = seat.rank == 0 and not seat.agent
 
@@ -173,15 +177,15 @@ def connect(seat: Seat, timeout_s: float) -> tuple[Store, Store]:
         return store, store.clone()  # type: ignore[attr-defined]
 
     try:
-        # Torch itself waits for up to twice that, and for ever where somebody accepts and says nothing.
+        # Torch itself waits up to twice that, and for ever if somebody accepts and says nothing.
         return in_thread(do).result(timeout_s + CONNECT_SLACK_S)
     except (TimeoutError, RuntimeError) as error:
         if serves:
-            what = f"rank 0 of {seat.size} cannot serve a store at {seat.address}: {reason(error)}; the port is taken?"
+            what = f"rank 0 of {seat.size} cannot serve a store at {seat.address}: {reason(error)}; is the port taken?"
         else:
             server = "torchrun's store" if seat.agent else f"rank 0 of {seat.size}"
             what = (
-                f"{server} does not answer at {seat.address} within {timeout_s:g} s, says rank {seat.rank}: it was not "
+                f"{server} does not answer rank {seat.rank} at {seat.address} within {timeout_s:g} s: it was not "
                 "started, has ended or is stopped, the network is cut, or another program listens there;"
             )
         raise CommError(f"{what} check MASTER_ADDR and MASTER_PORT") from error
@@ -192,12 +196,12 @@ def _device(seat: Seat | None, name: str | None) -> torch.device:
         return torch.device("cpu")
     device = default_device(seat.local_rank if seat else 0)
     if device.type == "cpu" and name is not None:
-        raise LayerwiseError(f"there is no device {name!r} here: PyTorch finds no GPU")
+        raise LayerwiseError(f"device {name!r} is not available: PyTorch finds no GPU here")
     return device
 
 
 def default_device(local_rank: int) -> torch.device:
-    """Returns a GPU for this rank of a node, where there is one."""
+    """Returns a GPU for this rank of a node, or the CPU."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return torch.device("cuda", local_rank % count) if count else torch.device("cpu")
 
@@ -214,9 +218,10 @@ def _watch(seat: Seat, own: Store, timeout_s: float, members: Group | None = Non
 
 
 def _name(seat: Seat, store: Store, timeout_s: float) -> str:
-    """Returns the name of this start of all ranks: rank 0 makes it, and tells it to every rank that asks.
+    """Returns a name for this start of all ranks, which rank 0 makes and tells every rank that asks.
 
-    torchrun's store has the keys of earlier starts, too, and its agents count restarts each by itself.
+    It is needed because torchrun's store still has the keys of earlier starts, and its agents count restarts
+    separately.
     """
     name = uuid.uuid4().hex
     if seat.rank == 0:
@@ -231,13 +236,13 @@ def _name(seat: Seat, store: Store, timeout_s: float) -> str:
         return in_thread(ask).result(timeout_s + SLACK_S)
     except (TimeoutError, RuntimeError) as error:
         raise CommError(
-            f"rank 0 of {seat.size} has not arrived within {timeout_s:g} s, says rank {seat.rank}: not started, ended "
-            f"early, or without a way to {seat.address} ({reason(error)})"
+            f"rank 0 of {seat.size} has not arrived within {timeout_s:g} s, as rank {seat.rank} reports: it was not "
+            f"started, ended early, or has no connection to {seat.address} ({reason(error)})"
         ) from error
 
 
 def _answer(store: Store, name: str, missing: Sequence[int]) -> None:
-    """Tells the name to those who ask. Of a question that an earlier start has left nobody reads the answer."""
+    """Tells the name to those who ask. A question left by an earlier start gets an answer that nobody reads."""
     for rank in missing:
         if store.check([f"layerwise/asks/{rank}"]):
             store.set(f"layerwise/told/{store.get(f'layerwise/asks/{rank}').decode()}", name)
@@ -251,7 +256,7 @@ def _arrive(
     timeout_s: float,
     answer: Callable[[Sequence[int]], None] | None,
 ) -> None:
-    """Waits until all ranks are here and agree on what they must agree on to understand each other.
+    """Waits until all ranks have arrived and agree on what communication needs.
 
     answer: called with the ranks that are still missing.
     """
@@ -271,7 +276,7 @@ def _arrive(
                     missing.remove(rank)
                     _compare(seat, watch, facts, rank, json.loads(store.get(f"arrived/{rank}")))
                 elif not overdue:
-                    break  # one look at a time is enough
+                    break  # one check at a time is enough
             watch.check()
             if missing and overdue:
                 have = "has" if len(missing) == 1 else "have"
@@ -281,7 +286,7 @@ def _arrive(
                 raise watch.error(watch.accuse(f"{text}, or without a way to {seat.address}"))
             if missing:
                 time.sleep(POLL_S)
-    except RuntimeError as error:  # torch's, of the store
+    except RuntimeError as error:  # torch's error about the store
         raise watch.error(watch.find(reason(error))) from error
 
 
@@ -289,4 +294,4 @@ def _compare(seat: Seat, watch: Watch, facts: dict[str, str], rank: int, other: 
     for name, value in facts.items():
         if other.get(name) != value:
             text = f"the ranks differ in {name}: {value} on rank {seat.rank}, {other.get(name)} on rank {rank}"
-            raise watch.error(watch.accuse(f"{text}; every rank must be started alike"))
+            raise watch.error(watch.accuse(f"{text}; start every rank in the same way"))

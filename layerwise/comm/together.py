@@ -1,4 +1,4 @@
-"""Ranks act together: each does its part, or rank 0 alone while the others wait; where one fails, all raise."""
+"""Ranks act together: each does its part, or rank 0 alone while the others wait; if one fails, all raise."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from layerwise.errors import LayerwiseError
 from layerwise.files import JSON
 
 T = TypeVar("T")
-BEAT_S = 1.0  # how often ranks tell each other, while one works, that they are alive
+BEAT_S = 1.0  # how often ranks show each other that they are alive while one works
 
 
 def agree(comm: Comm, act: Callable[[], tuple[T, JSON]], what: str = "") -> tuple[T, list[Any]]:
-    """Has every rank act. Returns what was made here and what every rank has to tell, by rank.
+    """Makes every rank act. Returns this rank's result, and the facts of every rank, by rank.
 
-    Where it fails on one rank, every rank raises a LayerwiseError that says whose failure it was (and, first, `what`);
-    only a bug is raised as it is, on the rank that has it. `act` must not communicate.
+    If one rank fails, every rank raises a LayerwiseError that names it (after `what`); a bug is raised unchanged, on
+    the rank that has it. `act` must not communicate.
     """
     failure: Exception | None = None
     try:
@@ -42,14 +42,14 @@ def agree(comm: Comm, act: Callable[[], tuple[T, JSON]], what: str = "") -> tupl
 
 
 def _understood(rank: int, text: str, what: str) -> dict[str, Any]:
-    """Returns what a rank says in here. LayerwiseError where it is elsewhere, as its program took another way."""
+    """Returns what a rank says in `agree`. Raises LayerwiseError if its program is elsewhere."""
     try:
         answer = json.loads(text)
     except ValueError:
         answer = None
     if not isinstance(answer, dict) or len(answer) != 1 or not answer.keys() <= {"answer", "error"}:
         before = f"{what}: " if what else ""
-        raise LayerwiseError(f"{before}rank {rank} does something else: every rank must be called alike")
+        raise LayerwiseError(f"{before}rank {rank} does something else: call this on every rank")
     return answer
 
 
@@ -60,7 +60,7 @@ def _reason(error: Exception) -> str:
 
 
 def patiently(comm: Comm, act: Callable[[], tuple[T, JSON]], what: str = "") -> tuple[T, list[Any]]:
-    """Does what `agree` does, however long a rank takes: it acts in a thread, while all meet every second."""
+    """Does what `agree` does, however long a rank takes: it acts in a thread, while all ranks meet every second."""
     future = in_thread(act)
     while True:
         wait([future], timeout=BEAT_S)
@@ -69,12 +69,14 @@ def patiently(comm: Comm, act: Callable[[], tuple[T, JSON]], what: str = "") -> 
 
 
 def alone(comm: Comm, work: Callable[[], T]) -> T | None:
-    """Has rank 0 do `work` while the others wait. Returns its result there, None elsewhere; all raise its error."""
+    """Makes rank 0 do `work` while the others wait. Returns its result there, None elsewhere; all ranks raise its
+    error.
+    """
     return patiently(comm, lambda: (work() if comm.rank == 0 else None, None))[0]
 
 
 def in_thread(work: Callable[[], T], name: str = "layerwise") -> Future[T]:
-    """Returns the future of what `work` returns or raises, in a daemon thread: Ctrl-C must not wait for it."""
+    """Returns the future of `work` in a daemon thread: Ctrl-C must not wait for it."""
     future: Future[T] = Future()
 
     def run() -> None:

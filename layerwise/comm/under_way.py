@@ -1,4 +1,4 @@
-"""UnderWay: what torch.distributed has been given to do for a Comm."""
+"""UnderWay: an operation that a Comm has started in torch.distributed."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from layerwise.comm.together import in_thread
 
 
 class Waitable(Protocol):
-    """A work of torch's, or what stands for some."""
+    """A torch work, or a stand-in for several."""
 
     def wait(self) -> object:
-        """Returns when it has ended. RuntimeError where it fails or takes too long."""
+        """Returns when it has ended. Raises RuntimeError if it fails or takes too long."""
 
 
 class Starter(Protocol):
-    """The Comm that has started it."""
+    """The Comm that has started the operation."""
 
     device: torch.device
     collectives: bool
     given_up: list[UnderWay]
 
     def during(self, what: str) -> AbstractContextManager[list[str]]:
-        """Makes torch's errors within it a CommError that names who is at fault."""
+        """Turns torch's errors into a CommError that names the rank at fault."""
 
 
 class UnderWay:
-    """Messages, or a collective: its works, with what each of them does, and its tensors.
+    """Messages, or a collective: its works, with a description of each, and its tensors.
 
-    staged: on another device, (where it belongs, what is received). silent: the works tell nobody that they are done.
-    The tensors may not go before all has ended, so the Comm takes over what is given up.
+    staged: (destination, received data) on another device. silent: the works do not report when they are done. Tensors
+    must live until everything has ended, so the Comm takes over an operation that is dropped.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class UnderWay:
         self.silent = silent
 
     def wait(self) -> None:
-        """Waits, and copies what was received to where it belongs. With NCCL it returns at once: the GPU waits."""
+        """Waits, and copies received data to its destination. With NCCL it returns at once: the GPU waits."""
         if not self.works:
             return
         works, self.works = self.works, ()
@@ -64,7 +64,9 @@ class UnderWay:
         self.tensors = self.staged = ()
 
     def when_done(self, call: Callable[[], None]) -> None:
-        """Calls it from gloo's thread, or one that waits for messages; with NCCL at once, on a stream that waits."""
+        """Calls `call` from gloo's thread, or one that waits for messages; with NCCL at once, on a
+        stream that waits.
+        """
         last = self.works[-1][1] if self.works else None
         if last is None:
             call()
@@ -84,7 +86,7 @@ class UnderWay:
 
 
 class _Waiter:
-    """A thread that waits for works, and then calls."""
+    """A thread that waits for works, then calls."""
 
     def __init__(self, works: Sequence[Waitable], call: Callable[[], None]) -> None:
         def run() -> None:

@@ -1,4 +1,4 @@
-"""The verdict: a sentence that says which rank is at fault, of the signs of life that all ranks have given."""
+"""The verdict: a sentence that says which rank is at fault, from the signs of life of all ranks."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Final, NamedTuple
 
 from layerwise.comm.base import Members, ranks
 
-STOPPED: Final = "stopped from outside (SIGTERM"  # in the words of `stopped_text` alone
+STOPPED: Final = "stopped from outside (SIGTERM"  # only `stopped_text` uses these words
 
 
 class Sign(NamedTuple):
     """A rank's sign of life, which is JSON in the store."""
 
-    time_s: float  # of its clock; no two signs have the same
-    step: int | None  # what it computes; None: nothing yet
+    time_s: float  # by the rank's clock; no two signs have the same
+    step: int | None  # the step that it computes; None: none yet
     layer: str
     waits_for: str  # the communication that it is in, or ""
     since_s: float  # how long it has been in this state
     ended: bool = False  # its run is over
     joint: int = 0  # operations of all ranks that it has started
-    stopped: bool = False  # it was sent SIGTERM
+    stopped: bool = False  # it received SIGTERM
 
     @property
     def where(self) -> str:
@@ -31,7 +31,9 @@ class Sign(NamedTuple):
 
 
 def gone_text(gone: Collection[int], signs: Mapping[int, Sign], members: Members, now_s: float, me: int) -> str:
-    """Says that ranks are gone, when they were last heard of, and where. Rank `me` says so: it may be at fault."""
+    """Says which ranks are gone, and when and where they were last heard of. `me` is the reporting rank, which may be
+    at fault.
+    """
     which = sorted(gone)
     last = [
         f"{max(now_s - signs[rank].time_s, 0.0):.1f} s ago, {signs[rank].where}"
@@ -46,7 +48,7 @@ def gone_text(gone: Collection[int], signs: Mapping[int, Sign], members: Members
 
 
 def stopped_text(signs: Mapping[int, Sign], members: Members) -> str:
-    """Says which ranks were sent SIGTERM; "" for none."""
+    """Says which ranks received SIGTERM; "" for none."""
     which = [rank for rank, sign in sorted(signs.items()) if sign.stopped]
     if not which:
         return ""
@@ -56,7 +58,7 @@ def stopped_text(signs: Mapping[int, Sign], members: Members) -> str:
 
 
 def stuck_text(signs: Mapping[int, Sign], members: Members, timeout_s: float, reason: str) -> str:
-    """Says what keeps ranks that are all alive: one that does not come, or ranks that wait for different things."""
+    """Says what blocks ranks that are all alive: one that does not arrive, or ranks that wait for different things."""
     ended = [rank for rank, sign in sorted(signs.items()) if sign.ended]
     if early := [rank for rank in ended if signs[rank].joint < max(sign.joint for sign in signs.values())]:
         return _ended_text(early, signs, members)
@@ -67,7 +69,9 @@ def stuck_text(signs: Mapping[int, Sign], members: Members, timeout_s: float, re
         return f"{ranks([rank], members)} is {stuck}"
     if len(long) > 1:
         waits = [f"rank {rank} {sign.where} for {sign.waits_for!r}" for rank, sign in list(long.items())[:4]]
-        return f"all ranks are alive but wait for each other for more than {timeout_s / 2:g} s: {'; '.join(waits)}"
+        return (
+            f"all ranks are alive, but have waited for each other for more than {timeout_s / 2:g} s: {'; '.join(waits)}"
+        )
     if ended:
         return _ended_text(ended, signs, members)
     return f"a connection between ranks failed although all of them are alive: {reason}"

@@ -1,14 +1,14 @@
-"""Watch: a thread of every rank that says that it lives, and finds out which rank is at fault when something fails.
+"""Watch: a thread on every rank that gives signs of life, and finds the rank at fault when something fails.
 
-In the store of the rendezvous are
+The rendezvous store contains
 
     alive/R   the sign of life of rank R
     verdict   what happened and to whom: the first rank that knows writes it, all others repeat it
     heard/R   rank R knows the verdict
-    ended     how many operations of all ranks the first rank had started whose run is over
+    ended     how many joint operations the first rank to end its run had started
 
-Whoever serves the store ends last. So a cascade (rank 1 dies, rank 2 fails of it and ends, rank 0 sees rank 2 go) ends
-with every rank naming rank 1.
+The process that serves the store ends last. So a cascade (rank 1 dies, rank 2 fails because of it and ends, rank 0
+sees rank 2 go) ends with every rank naming rank 1.
 """
 
 from __future__ import annotations
@@ -29,39 +29,39 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 BEAT_S: Final = 1.0  # between two signs of life
-SILENT_S: Final = 3.0  # a rank that gives no sign for so long is gone
-HEAR_S: Final = 3.0  # at most so long does the server of the store wait for the others to hear a verdict
-ANSWER_S: Final = SILENT_S + HEAR_S + 3 * BEAT_S  # the longest that it takes to find out
-FIRST: Final = 3  # steps that are said at once: where a run fails, it most often does here
+SILENT_S: Final = 3.0  # a rank that is silent for so long is gone
+HEAR_S: Final = 3.0  # the longest that the store's server waits for the others to hear a verdict
+ANSWER_S: Final = SILENT_S + HEAR_S + 3 * BEAT_S  # the longest that finding a verdict takes
+FIRST: Final = 3  # steps that are reported at once, as runs most often fail here
 T = TypeVar("T")
 
 
 class Watch:
-    """One rank's watch. The store's calls block where the network is cut, so the main thread makes none of them.
+    """One rank's watch. Calls to the store block if the network is cut, so the main thread makes none of them.
 
-    It stops before the interpreter does: a thread that comes back from torch's C++ after that is ended by CPython
-    (to 3.13) in a destructor, and C++ then aborts the process ("terminate called without an active exception").
+    It stops before the interpreter does: CPython (to 3.13) ends a thread that returns from torch's C++ later in a
+    destructor, and C++ then aborts the process ("terminate called without an active exception").
 
     Args:
-        store: A connection that nobody else uses.
-        rank: This rank as the default group numbers it.
+        store: A connection for this watch only.
+        rank: This rank's number in the default group.
         members: The ranks that are watched.
-        timeout_s: The seconds that an operation may take.
-        server: Who serves the store, for messages.
-        address: Where.
-        serves: Whether this process does: the store goes with it.
+        timeout_s: The longest that an operation may take.
+        server: The store's server, for messages.
+        address: The server's address.
+        serves: Whether this process is the server, so that the store ends with it.
 
     Attributes:
-        verdict: What failed; None until that is known.
-        heard_s: When it became known, by time.monotonic.
+        verdict: What failed, or None.
+        heard_s: When the verdict became known, by time.monotonic.
         waits_for: The communication that the rank is in, else "".
-        due_s: When that should have ended, by time.monotonic.
+        due_s: When that should end, by time.monotonic.
         overdue: Names a communication that is overdue although nobody waits in it.
-        joint: How many operations of all ranks this one has started.
-        reported: The main thread knows what failed, and is about to end.
-        stopped: This process was sent SIGTERM.
-        spared: That does not end it, while all ranks are there: the main thread saves, and ends by itself.
-        alive: Signs of life are given.
+        joint: How many joint operations (of all ranks) this one has started.
+        reported: Whether the main thread knows what failed, and is about to end.
+        stopped: Whether this process received SIGTERM.
+        spared: Whether SIGTERM does not end it while all ranks live: the main thread saves, then ends.
+        alive: Whether signs of life are given.
     """
 
     def __init__(
@@ -75,12 +75,12 @@ class Watch:
         self.reported = self.stopped = self.spared = self._ended = False
         self.alive = True
         self._store, self._server, self._address, self._serves = store, server, address, serves
-        self._lost = ""  # why the store is no longer there
-        self._gone: list[int] = []  # who can no longer hear the verdict
+        self._lost = ""  # why the store is gone
+        self._gone: list[int] = []  # ranks that can no longer hear the verdict
         self._step: int | None = None
         self._layer = ""
         self.heard_s = self._contact_s = self._since_s = time.monotonic()
-        self._soon = threading.Event()  # a sign is to be given at once
+        self._soon = threading.Event()  # set to give a sign at once
         self._thread = in_thread(self._run, "layerwise watch")
         atexit.register(self.stop)
 
@@ -92,18 +92,18 @@ class Watch:
             self._soon.set()
 
     def enter(self, what: str, limit_s: float) -> None:
-        """Notes a communication, and how long it should take at most. CommError where the run has already failed."""
+        """Notes a communication, and how long it may take. Raises CommError if the run has already failed."""
         self.check()
         self._since_s = time.monotonic()
         self.due_s = self._since_s + limit_s
         self.waits_for = what
 
     def leave(self) -> None:
-        """Notes that it has ended, or goes on in the background."""
+        """Notes that the communication has ended, or goes on in the background."""
         self.waits_for, self._since_s = "", time.monotonic()
 
     def check(self) -> None:
-        """Raises CommError where the run has failed; but first the others hear of it: the store may end here."""
+        """Raises CommError if the run has failed, once the others have heard of it: the store may end here."""
         if self.verdict is not None:
             raise self.error(self.find("the run has failed"))
 
@@ -113,16 +113,17 @@ class Watch:
         return CommError(text)
 
     def find(self, why: str) -> str:
-        """Finds out who is at fault for a communication that failed, torch says why. Takes up to `ANSWER_S`."""
+        """Finds the rank at fault for a failed communication; why: torch's message. Takes up to `ANSWER_S`."""
         wait([in_thread(lambda: self._settle(why))], ANSWER_S)
         silent_s = time.monotonic() - self._contact_s
         return self.verdict or (
             f"{ranks([self.rank], self.members)} has had no answer for {silent_s:.0f} s from the store at "
-            f"{self._address} ({self._server}): it is stopped, or the network of one of the two is cut ({why})"
+            f"{self._address} ({self._server}): the server is stopped, or one of the two is cut off from the network "
+            f"({why})"
         )
 
     def look(self) -> None:
-        """Finds out whether ranks are gone, which is then the verdict. Does not wait for it."""
+        """Starts to find out whether ranks are gone, which then is the verdict. Does not wait."""
         in_thread(lambda: self._settle("", gone_only=True))
 
     def accuse(self, claim: str) -> str:
@@ -136,12 +137,12 @@ class Watch:
         self.accuse(f"{ranks([self.rank], self.members)} failed {self._sign().where}: {text}")
 
     def end(self) -> None:
-        """Says that this rank's run is over."""
+        """Reports that this rank's run is over."""
         self._ended = True
         self._soon.set()
 
     def stop(self) -> None:
-        """Says so, and gives no more signs of life. Nothing where it has stopped."""
+        """Reports the end, and stops giving signs of life. Does nothing a second time."""
         atexit.unregister(self.stop)
         self.alive = False
         self.end()
@@ -163,7 +164,7 @@ class Watch:
         return Sign(time.time(), self._step, self._layer, waits_for, since_s, self._ended, self.joint, self.stopped)
 
     def _beat(self) -> None:
-        """Gives a sign of life, and looks for a verdict. Does nothing where that is known: the store may go."""
+        """Gives a sign of life, and looks for a verdict. Does nothing once there is one, as the store may be gone."""
 
         def do() -> None:
             sign = self._sign()
@@ -177,14 +178,15 @@ class Watch:
             self._call(do, None)
 
     def _waits_in_vain(self) -> bool:
-        """True if a rank has ended that will not come to what this rank has started."""
+        """True if a rank has ended that will not take part in an operation that this rank has started."""
         return self._store.check(["ended"]) and int(self._store.get("ended")) < self.joint
 
     def _settle(self, why: str, claim: str | None = None, *, gone_only: bool = False) -> None:
-        """Makes the verdict known, unless another rank was first; whoever serves the store waits until it is heard.
+        """Publishes the verdict, unless another rank was first; the store's server waits until the others have heard
+        it.
 
-        why: what torch says of a communication that has failed. claim: the verdict; None: it is found out. gone_only:
-        there is one only where ranks are gone.
+        why: torch's message about a failed communication. claim: the verdict; None: find it. gone_only: there is a
+        verdict only if ranks are gone.
         """
         if self.verdict is None:
             text, gone = (claim, []) if claim is not None else self._search()
@@ -199,7 +201,7 @@ class Watch:
             time.sleep(BEAT_S / 20)
 
     def _search(self) -> tuple[str | None, list[int]]:
-        """Says which ranks are gone, and names them. None: all are alive, or there is a verdict."""
+        """Says which ranks are gone, and returns their numbers. None: all are alive, or there is a verdict."""
         others = [rank for rank in self.members.ranks if rank != self.rank]
         first: dict[int, float] = {}
         began = time.monotonic()
@@ -219,9 +221,9 @@ class Watch:
             time.sleep(BEAT_S / 5)
 
     def _stuck(self, why: str) -> str:
-        """Says what keeps ranks that are all alive."""
+        """Says what blocks ranks that are all alive."""
         signs = self._signs()
-        if any(sign.stopped for sign in signs.values()):  # whoever stops a run takes a moment to reach all of it
+        if any(sign.stopped for sign in signs.values()):  # a signal takes a moment to reach all ranks
             time.sleep(BEAT_S)
             signs = self._signs()
         return stopped_text(signs, self.members) or stuck_text(signs, self.members, self.timeout_s, why)
@@ -240,12 +242,12 @@ class Watch:
 
     def _hear(self, verdict: bytes) -> None:
         text, self._gone = json.loads(verdict)
-        self._store.set(f"heard/{self.rank}", "1")  # first: the main thread ends this process once it knows
+        self._store.set(f"heard/{self.rank}", "1")  # first, as the main thread ends this process once it knows
         self.heard_s = time.monotonic()
         self.verdict = text
 
     def _call(self, do: Callable[[], T], otherwise: T) -> T:
-        """Calls the store; where it is gone, that is noted and nothing is raised."""
+        """Calls the store; if it is gone, notes that and raises nothing."""
         if self._lost:
             return otherwise
         try:

@@ -1,7 +1,7 @@
-"""Additive costs: a cost of a choice of one variant a layer that is a sum over layers and edges.
+"""Additive costs: a choice of one variant for each layer costs a sum over layers and edges.
 
-A layer has V variants. Of these, some differ in what the layer costs by itself alone (as the states of its parameters
-do); tables of edges are over its B *bases*, what its neighbours can see of a variant.
+A layer has V variants. Some differ only in what the layer itself costs (such as the states of its parameters); so
+tables of edges are over its B *bases*, the part of a variant that its neighbours can see.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import numpy as np
 from layerwise.cost.model import EdgeName
 from layerwise.geometry.arrays import Floats, Ints
 
-Choice = dict[str, int]  # of each layer, the index of its variant
+Choice = dict[str, int]  # layer -> index of its variant
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """An additive cost of a choice: the sum of its entries. Seconds, or bytes at one instant."""
+    """An additive cost of choices: the sum of its entries. Seconds, or bytes at one instant."""
 
     node: Mapping[str, Floats]  # (V_l,)
-    edge: Mapping[EdgeName, Floats]  # (B_u, B_v); what is missing is 0
+    edge: Mapping[EdgeName, Floats]  # (B_u, B_v); 0 for missing edges
 
     def of(self, choice: Mapping[str, int], base: Mapping[str, Ints]) -> float:
         """The cost of one choice."""
@@ -30,7 +30,9 @@ class Costs:
         return own + sum(float(cost[base[u][choice[u]], base[v][choice[v]]]) for (u, v, _), cost in self.edge.items())
 
     def beside(self, choice: Mapping[str, int], base: Mapping[str, Ints]) -> dict[str, Floats]:
-        """(V_l,) what each variant of a layer costs, with its edges, where all other layers are as in a choice."""
+        """(V_l,) for every layer, the cost of each of its variants with its edges, if all other
+        layers stay as chosen.
+        """
         own = {name: cost.copy() for name, cost in self.node.items()}
         for (u, v, _), cost in self.edge.items():
             own[u] += cost[base[u], base[v][choice[v]]]
@@ -46,7 +48,7 @@ class Costs:
     ) -> Floats:
         """(n,) what each of n moves adds to the cost of a choice.
 
-        move: of each layer that is moved, its n variants. edges: those of every layer.
+        move: for each layer that is moved, its n variants. edges: of every layer.
         """
         total: Floats = np.zeros(())
         for name, variants in move.items():

@@ -1,7 +1,7 @@
 """t_S and the collectives inside a layer: who takes part, and how long it takes.
 
-Devices with the same parameter box form a group; a group is described by how many members it has at each level of the
-links and how many such groups share a port. Times are as measured, where the profile has a group of that shape, else of
+Devices with the same parameter box form a group. A group is described by its members at each level of the links and the
+number of such groups that share a port. Times are as measured if the profile has a group of that shape, else from
 Hockney's alpha-beta model (ring, tree, hierarchical: docs/explanation/cost_model.md, equations 14 to 18).
 """
 
@@ -25,19 +25,19 @@ from layerwise.partition.layout import SCATTERED, LayoutCells
 
 @dataclass(frozen=True, slots=True)
 class GroupShape:
-    """The shape of the groups of one collective, all alike (the largest where they are not)."""
+    """The shape of the groups of one collective, all alike (the largest if they differ)."""
 
     size: int  # members
     fan: tuple[int, ...]  # members at each level, innermost first (in a node, nodes in a rack, ...)
-    rings: tuple[int, ...]  # at each level, streams through one port where each group is a ring
+    rings: tuple[int, ...]  # at each level, streams through one port if each group is a ring
     members: tuple[int, ...]  # at each level, devices of such groups behind one port
-    server_s_per_byte: float  # the sum over the other members of the beta of their link to the first; of any group most
+    server_s_per_byte: float  # sum of the betas of the other members' links to the first; the largest of all groups
     server_link_s_per_byte: float  # the largest of these betas
-    even: bool  # whether all groups of several, and in each all members of a level, have as many members inside
+    even: bool  # whether all groups, and in each group all members of a level, have equally many members inside
 
 
 def group_shape(row: Ints, graph: DeviceGraph) -> GroupShape:
-    """Groups of devices with equal `row` (N,); -1 takes no part."""
+    """The groups of devices with equal `row` (N,); -1 takes no part."""
     return _group_shape(tuple(row.tolist()), graph)
 
 
@@ -51,14 +51,14 @@ def _group_shape(row: tuple[int, ...], graph: DeviceGraph) -> GroupShape:
         ones = (1,) * len(graph.levels)
         return GroupShape(1, ones, ones, ones, 0.0, 0.0, even=True)
     fan, rings, members = list[int](), list[int](), list[int]()
-    spans = list[Mask]()  # at each level, which devices are in a group that has several members there
+    spans = list[Mask]()  # at each level, the devices in a group with several members there
     alone, even = np.bincount(ids) == 1, True
     inner = devices  # what counts as one member at this level: the groups of the level below
     for level in graph.levels:
         outer = devices // level.devices
         part = ids * (int(outer.max()) + 1) + outer  # a group's share of a node, rack, ...
         inside = np.unique(part * (int(inner.max()) + 1) + inner) // (int(inner.max()) + 1)
-        parts, counts = np.unique(inside, return_counts=True)  # members of each
+        parts, counts = np.unique(inside, return_counts=True)  # the members of each
         fan.append(int(counts.max()))
         even = even and bool((counts[~alone[parts // (int(outer.max()) + 1)]] == counts.max()).all())
         spans.append((counts > 1)[parts.searchsorted(part)])
@@ -68,7 +68,7 @@ def _group_shape(row: tuple[int, ...], graph: DeviceGraph) -> GroupShape:
         passing = [s for m, s in enumerate(spans) if number in graph.ports_passed(m)]
         sending = np.any(passing, axis=0)
         members.append(_most(port[sending]))
-        # Beyond the node a ring passes a port once; inside, each of its hops leaves through its sender's port.
+        # Outside the node a ring passes a port once; inside, each hop leaves through its sender's port.
         streams = np.unique(port[sending] * (int(ids.max()) + 1) + ids[sending]) // (int(ids.max()) + 1)
         rings.append(_most(streams) if number else members[0])
     _, first, group = np.unique(ids, return_index=True, return_inverse=True)
@@ -84,15 +84,16 @@ def _most(values: Ints) -> int:
 
 
 def _beta(graph: DeviceGraph, number: int, load: Sequence[int]) -> float:
-    """Seconds a byte of one stream at level `number`, where `load` streams share each port that it passes."""
+    """Seconds a byte of one stream at level `number`, if `load` streams share each port that it passes."""
     return max(graph.levels[p].beta_s_per_byte * load[p] for p in graph.ports_passed(number))
 
 
 def all_reduce_s(size_bytes: float, group: GroupShape, graph: DeviceGraph) -> float:
-    """The fastest of ring, double binary tree (in chunks) and hierarchical (reduce-scatter inwards, all-gather out).
+    """The fastest of ring, double binary tree (in chunks) and hierarchical (reduce-scatter inwards, all-gather
+    outwards).
 
-    The published time of the tree, for small messages, tends to size·beta. But all members together send at least
-    2(r-1) times the buffer, whatever the algorithm: the tree saves latency, no bandwidth.
+    The tree's published time tends to size·beta for small messages. But all members together send at least 2(r-1) times
+    the buffer, whatever the algorithm: the tree saves latency, not bandwidth.
     """
     if group.size == 1 or size_bytes == 0:
         return 0.0
@@ -110,7 +111,9 @@ def all_reduce_s(size_bytes: float, group: GroupShape, graph: DeviceGraph) -> fl
 def reduce_scatter_s(
     size_bytes: float, group: GroupShape, graph: DeviceGraph, operation: Operation = "reduce_scatter"
 ) -> float:
-    """Seconds for a buffer of `size_bytes` on every member; its adjoint, the all-gather, takes as long if analytic."""
+    """Seconds for a buffer of `size_bytes` on every member; its adjoint, the all-gather, takes the same by the
+    formulas.
+    """
     if group.size == 1:
         return 0.0
     measured = _measured_s(operation, size_bytes, group, graph)
@@ -118,7 +121,7 @@ def reduce_scatter_s(
 
 
 def all_gather_s(size_bytes: float, group: GroupShape, graph: DeviceGraph) -> float:
-    """Seconds for a buffer that has `size_bytes` on every member afterwards."""
+    """Seconds for a buffer of `size_bytes` on every member afterwards."""
     return reduce_scatter_s(size_bytes, group, graph, "all_gather")
 
 
@@ -126,11 +129,11 @@ def _scatter_s(size_bytes: float, group: GroupShape, graph: DeviceGraph) -> floa
     """Seconds by the formulas: the faster of ring and hierarchical."""
     alpha, beta = _slowest(group, graph)
     ring = (group.size - 1) * (alpha + size_bytes / group.size * beta)
-    return min(ring, _hierarchical_s(size_bytes, group, graph)) if group.even else ring  # else shards are unequal
+    return min(ring, _hierarchical_s(size_bytes, group, graph)) if group.even else ring  # otherwise shards are unequal
 
 
 def _measured_s(operation: Operation, size_bytes: float, group: GroupShape, graph: DeviceGraph) -> float | None:
-    """None: nobody has measured groups of this shape."""
+    """Measured seconds; None if groups of this shape were not measured."""
     if graph.links is None or not group.even:
         return None
     curve = graph.links.curve(operation, group.fan, groups_per_port(group))
@@ -143,20 +146,22 @@ def groups_per_port(group: GroupShape) -> int:
 
 
 def overlap(group: GroupShape, graph: DeviceGraph, operation: Operation = "all_reduce") -> Overlap:
-    """At what share of their speed an operation and the computation beside it go on. Not measured: at all of it."""
+    """The fractions of their speeds at which an operation and computation run concurrently; 1 if not measured."""
     measured = None if graph.links is None else graph.links.overlap(group.fan, groups_per_port(group), operation)
     return measured or Overlap(group.fan, 1, 1.0, 1.0)
 
 
 @lru_cache(maxsize=65536)
 def _slowest(group: GroupShape, graph: DeviceGraph) -> tuple[float, float]:
-    """Alpha and beta of a step of a ring or tree: it has links of every level where the group has several members."""
+    """Alpha and beta of a step of a ring or tree: it uses links of every level at which the group
+    has several members.
+    """
     used = [number for number, f in enumerate(group.fan) if f > 1]
     return graph.levels[used[-1]].alpha_s, max(_beta(graph, number, group.rings) for number in used)
 
 
 def _hierarchical_s(size_bytes: float, group: GroupShape, graph: DeviceGraph) -> float:
-    """One way: a ring in the node, then rings of equal shards across nodes, and so on outwards."""
+    """One direction: a ring in the node, then rings of equal shards across nodes, and so on outwards."""
     total, shard = 0.0, size_bytes
     for number, fan in enumerate(group.fan):
         if fan > 1:
@@ -166,11 +171,13 @@ def _hierarchical_s(size_bytes: float, group: GroupShape, graph: DeviceGraph) ->
 
 
 def wire_bytes(total_bytes: float, group: GroupShape) -> float:
-    """Bytes that all members of an all-reduce together hand to the network: each 2(r-1)/r of its buffer."""
-    return 2 * (group.size - 1) * (total_bytes / group.size)  # in this order, whole numbers stay whole
+    """Bytes that all members of an all-reduce together send: each sends 2(r-1)/r of its buffer."""
+    return 2 * (group.size - 1) * (total_bytes / group.size)  # in this order, integers stay exact
 
 
-Runs = tuple[tuple[int, bool], ...]  # digits of a cell's number, outermost first: how many values, and whether in keys
+Before = tuple[int, ...] | None  # of `LayoutCells`
+# digits of a cell's number, outermost first: number of values, and whether it is in keys
+Runs = tuple[tuple[int, bool], ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -184,21 +191,22 @@ class Groups:
         return self.shapes[int(self.which[row])]
 
     def each(self, cost: Callable[[GroupShape], float]) -> Floats:
-        """(C,) of a number that follows from the shape."""
+        """(C,) a number that depends on the shape."""
         return np.array([cost(shape) for shape in self.shapes])[self.which]
 
 
 @lru_cache(maxsize=4096)
 def group_shapes(cells: LayoutCells, keys: tuple[int, ...], graph: DeviceGraph) -> Groups:
-    """The groups of devices, by configuration, that agree in the dimensions `keys` of their cells."""
-    numbers: dict[tuple[Runs, bool, bool], int] = {}
-    patterns = zip(_runs(cells, keys), cells.strided.tolist(), cells.copies.tolist(), strict=True)
+    """For each configuration, the groups of devices whose cells agree in the dimensions `keys`."""
+    numbers: dict[tuple[Runs, bool, bool, Before], int] = {}
+    before = [None] * len(cells.total) if cells.before is None else map(tuple, cells.before.tolist())
+    patterns = zip(_runs(cells, keys), cells.strided.tolist(), cells.copies.tolist(), before, strict=True)
     which = np.array([numbers.setdefault(pattern, len(numbers)) for pattern in patterns], np.int64)
     return Groups(tuple(_group_shape_of(*pattern, graph) for pattern in numbers), which)
 
 
 def _runs(cells: LayoutCells, keys: tuple[int, ...]) -> list[Runs]:
-    """Runs of dimensions of each configuration, all in keys or none; merged, so that there are few patterns."""
+    """Each configuration's runs of dimensions, all in keys or none; merged, so that there are few patterns."""
     dims = np.where(np.array(cells.counts_in) == SCATTERED, cells.scattered[:, None], cells.counts_in)
     found = list[Runs]()
     for sizes, inside in zip(cells.digits.tolist(), np.isin(dims, keys).tolist(), strict=True):
@@ -213,8 +221,8 @@ def _runs(cells: LayoutCells, keys: tuple[int, ...]) -> list[Runs]:
 
 
 @lru_cache(maxsize=65536)
-def _group_shape_of(runs: Runs, strided: bool, copies: bool, graph: DeviceGraph) -> GroupShape:
-    """The group shape of a configuration with two dimensions: what is in keys, and what is not."""
+def _group_shape_of(runs: Runs, strided: bool, copies: bool, before: Before, graph: DeviceGraph) -> GroupShape:
+    """The group shape of a configuration of two dimensions: one in keys, one not."""
     digits = np.array([[size for size, _ in runs]], np.int64)
     inside = np.array([key for _, key in runs], np.bool_)
     degrees = np.stack([digits[:, ~inside].prod(1), digits[:, inside].prod(1)], axis=1)
@@ -226,6 +234,8 @@ def _group_shape_of(runs: Runs, strided: bool, copies: bool, graph: DeviceGraph)
         np.array([strided]),
         np.array([copies]),
         graph.count,
+        degrees,
+        None if before is None else np.array([before], np.int64),
     )
     return group_shape(replicas(cells, (1,))[0], graph)
 
@@ -234,10 +244,10 @@ SyncMethod = Literal["all-reduce", "parameter-server", "connections to a paramet
 
 
 def bucket_s(size_bytes: float, group: GroupShape, graph: DeviceGraph, method: SyncMethod) -> float:
-    """Time to synchronise one bucket of gradients.
+    """Time to synchronize one bucket of gradients.
 
-    A parameter server is the first replica: 2(r-1) bytes/b where its port is serial, 2 bytes/b of the slowest where
-    each replica's connection to it works at its own bandwidth at the same time (two readings of Jia et al.).
+    A parameter server is the first replica: 2(r-1) bytes/b if its port is serial, or 2 bytes/b of the slowest link if
+    each replica's connection runs at its own bandwidth at the same time (two readings of Jia et al.).
     """
     if method == "parameter-server":
         return 2 * group.server_s_per_byte * size_bytes
@@ -248,7 +258,7 @@ def bucket_s(size_bytes: float, group: GroupShape, graph: DeviceGraph, method: S
 
 @lru_cache(maxsize=65536)
 def sync_rate(group: GroupShape, graph: DeviceGraph, method: SyncMethod) -> float:
-    """Seconds a byte of gradient, as it adds up over a step: buckets share the latency of their all-reduce."""
+    """Seconds a byte of gradient, over a step: a bucket's gradients share the latency of its all-reduce."""
     return bucket_s(BUCKET_BYTES, group, graph, method) / BUCKET_BYTES
 
 
@@ -256,9 +266,9 @@ def sync_rate(group: GroupShape, graph: DeviceGraph, method: SyncMethod) -> floa
 def least_rate(
     size_bytes: float, group: GroupShape, graph: DeviceGraph, operation: Operation, method: SyncMethod
 ) -> float:
-    """Seconds a byte that a bucket of at most `size_bytes` takes at least.
+    """A lower bound on seconds a byte in a bucket of at most `size_bytes`.
 
-    By the formulas a byte takes the less the larger a bucket is; by a measured curve the least is at one of its knots.
+    By the formulas, larger buckets take less a byte; by a measured curve, the minimum is at one of its knots.
     """
     if group.size == 1 or not size_bytes:
         return 0.0
@@ -271,7 +281,7 @@ def least_rate(
 
 @lru_cache(maxsize=65536)
 def scatter_rate(group: GroupShape, graph: DeviceGraph) -> float:
-    """Seconds a byte of gradient that is reduce-scattered, in buckets, too."""
+    """Seconds a byte of gradient that is reduce-scattered in buckets."""
     return reduce_scatter_s(BUCKET_BYTES, group, graph) / BUCKET_BYTES
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from functools import reduce
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, reduce
 from typing import Any, TypeVar
 
 import numpy as np
@@ -12,50 +12,23 @@ import numpy as np
 from layerwise.arguments import checked
 from layerwise.config import Config, distinct_cells
 from layerwise.cost.compute.roofline import ComputeTime, compute_time
+from layerwise.cost.node_cost import NodeCost
 from layerwise.cost.setting import MANY, Configs, CostOptions, EdgeName, Progress, Setting, Strategy
 from layerwise.cost.terms import COMPUTE, EDGE_TERMS, LAYER_TERMS, owned_share
 from layerwise.cost.transfer import busiest_device
-from layerwise.geometry.arrays import Floats, Ints
+from layerwise.cost.unequal import weight_vectors
+from layerwise.errors import LayerwiseError
+from layerwise.geometry.arrays import Floats, Mask
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import Role
-from layerwise.partition.edge import Edge
+from layerwise.partition.edge import Edge, cells_on
 from layerwise.partition.layout import Layout
+from layerwise.partition.place import data_parallel
 
 T = TypeVar("T")
-Pair = tuple[Config, Config]  # of an edge's two ends
-COMPUTE_PARTS = tuple(part.name for part in fields(ComputeTime))
+Pair = tuple[Config, Config]  # of the two ends of an edge
 
 __all__ = ["Configs", "CostModel", "CostOptions", "CostTables", "EdgeName", "NodeCost", "Progress", "Strategy"]
-
-
-@dataclass(frozen=True, slots=True)
-class NodeCost:
-    """A layer by itself under C configurations, in seconds."""
-
-    compute: ComputeTime  # without what a recomputed layer does once more
-    seconds: Mapping[str, Floats]  # (C,) by term, with it: t_C, t_S, and the collectives inside the layer
-
-    @staticmethod
-    def joined(costs: Sequence[NodeCost]) -> NodeCost:
-        """The costs of all their configurations, one after the other."""
-        parts = [np.concatenate([getattr(cost.compute, name) for cost in costs]) for name in COMPUTE_PARTS]
-        seconds = {name: np.concatenate([cost.seconds[name] for cost in costs]) for name in costs[0].seconds}
-        return NodeCost(ComputeTime(*parts), seconds)
-
-    def on(self, rows: Ints) -> NodeCost:
-        """The costs of these configurations."""
-        parts = [getattr(self.compute, name)[rows] for name in COMPUTE_PARTS]
-        return NodeCost(ComputeTime(*parts), {name: cost[rows] for name, cost in self.seconds.items()})
-
-    @property
-    def total(self) -> Floats:
-        """Seconds by configuration, (C,)."""
-        return reduce(np.add, self.seconds.values())
-
-    @property
-    def overlapped(self) -> Floats:
-        """(C,) of that, what travels beside the backward pass."""
-        return reduce(np.add, [self.seconds[term.name] for term in LAYER_TERMS if term.overlaps])
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,20 +47,20 @@ class CostTables:
 
 
 class _NodeCosts:
-    """Node costs of one layer, by configuration, as far as they were asked for."""
+    """Node costs of one layer, by configuration, as far as they were needed."""
 
     def __init__(self) -> None:
         self.row: dict[Config, int] = {}
         self._costs: list[NodeCost] = []
 
     def add(self, configs: tuple[Config, ...], cost: NodeCost) -> None:
-        """Adds the costs of configurations that were not there."""
+        """Adds the costs of new configurations."""
         first = sum(len(known.compute.forward) for known in self._costs)  # some may be there twice
         self.row |= {config: first + i for i, config in enumerate(configs)}
         self._costs = [NodeCost.joined([*self._costs, cost])]
 
     def of(self, configs: tuple[Config, ...]) -> NodeCost:
-        """The costs of these configurations, which are there."""
+        """The costs of these configurations, which must be there."""
         return self._costs[0].on(np.array([self.row[config] for config in configs], np.int64))
 
 
@@ -95,13 +68,13 @@ class _NodeCosts:
 class CostModel(Setting):
     """The cost model: t_C, t_X and t_S of a network's layers and edges on a device graph.
 
-    Equation 1 of docs/explanation/cost_model.md. Everything is cached by shape.
-    `price` and `timeline` take one, and so does `layerwise.search.find.search`.
+    It computes equation 1 of docs/explanation/cost_model.md, and caches everything by shape. `price`, `timeline` and
+    `layerwise.search.find.search` take a CostModel.
 
     Attributes:
         graph: The network, fused or not, at its batch.
         devices: The machine.
-        options: What is assumed; mixed precision changes `graph`'s element types.
+        options: The assumptions; mixed precision changes `graph`'s element types.
 
     Examples:
         >>> import layerwise
@@ -113,6 +86,8 @@ class CostModel(Setting):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.shares is None:
+            self.shares = self.weights[0] if self.weights else ()
         self._rows: dict[object, _NodeCosts] = {}
         self._nodes: dict[object, NodeCost] = {}
         self._made: dict[object, Any] = {}
@@ -122,14 +97,14 @@ class CostModel(Setting):
         self._cells: dict[int, tuple[tuple[Config, ...], tuple[Config, ...], list[int]]] = {}
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """The result of `make`, cached under `key`: what follows from kinds of layers and their configurations."""
+        """The result of `make`, cached under `key`, which must determine it."""
         if key not in self._made:
             self._made[key] = make()
         found: T = self._made[key]
         return found
 
     def node_cost(self, layer: Layer, configs: tuple[Config, ...]) -> NodeCost:
-        """Costs of a layer by itself under each configuration."""
+        """A layer's own costs under each configuration."""
         key = self.kind(layer), configs
         if key not in self._nodes:
             known = self._rows.setdefault(key[0], _NodeCosts())
@@ -142,41 +117,91 @@ class CostModel(Setting):
         layout = self.layout(layer, configs)
         cells = tuple(config.cells for config in configs)
         if cells == configs:
-            compute = self._compute_time(layer, layout, wanted)
+            kinds = self._compute_times(layer, layout, wanted)
+            compute = ComputeTime.slowest(kinds) if len(kinds) > 1 else kinds[0]
             seconds = {term.name: term.seconds(self, layer, layout, False) for term in LAYER_TERMS}
-            return NodeCost(compute, {COMPUTE.name: compute.total, **seconds})
+            return NodeCost(compute, {COMPUTE.name: compute.total, **seconds}, kinds if len(kinds) > 1 else ())
         plain = self.node_cost(layer, cells)
-        compute, seconds = plain.compute, dict(plain.seconds)
+        compute, seconds, kinds = plain.compute, dict(plain.seconds), plain.kinds
         if any(config.states != "replicated" for config in configs):
-            compute = compute.updating(owned_share(self, layer, layout))
+            compute, *each = (time.updating(owned_share(self, layer, layout)) for time in (compute, *kinds))
+            kinds = tuple(each)
             seconds |= {term.name: term.seconds(self, layer, layout, False) for term in LAYER_TERMS if term.by_states}
         seconds[COMPUTE.name] = compute.total
         recomputed = np.array([config.recompute for config in configs])
         if recomputed.any():
             for name, once in self.recomputation(layer, cells).items():
                 seconds[name] = seconds[name] + np.where(recomputed, once, 0.0)
-        return NodeCost(compute, seconds)
+        return NodeCost(compute, seconds, kinds)
 
     def recomputation(self, layer: Layer, configs: tuple[Config, ...]) -> dict[str, Floats]:
-        """(C,) seconds by term of recomputing a layer, whether or not these recompute it."""
+        """(C,) seconds, by term, of recomputing a layer, whether or not the configurations recompute it."""
         cells, rows = distinct_cells(configs)
         layout, compute = self.layout(layer, cells), self.node_cost(layer, cells).compute
         collectives = {term.name: term.seconds(self, layer, layout, True) for term in LAYER_TERMS if term.recomputes}
         return {name: once[rows] for name, once in {COMPUTE.name: compute.forward, **collectives}.items()}
 
-    def _compute_time(self, layer: Layer, layout: Layout, wanted: tuple[bool, ...]) -> ComputeTime:
-        """Measured as far as the profile has it; what a step takes beside its layers is the sink's."""
+    def _compute_times(self, layer: Layer, layout: Layout, wanted: tuple[bool, ...]) -> tuple[ComputeTime, ...]:
+        """By kind of devices: the time of the largest cell on any of them, or 0 if none has a cell."""
+        found = list[ComputeTime]()
+        for kind in range(max(len(self.devices.kinds), 1)):
+            largest, some = self.largest_of_kind(layer, layout, kind)
+            found.append(self._compute_time(layer, largest, wanted, kind).where(some))
+        return tuple(found)
+
+    def largest_of_kind(self, layer: Layer, layout: Layout, kind: int) -> tuple[Layout, Mask | bool]:
+        """The layout whose largest cells are the largest on devices of a kind, and where any of these has one."""
+        if not self.devices.kinds:
+            return layout, True
+        devices = np.flatnonzero(np.array(self.devices.kind_of) == kind)
+        size = cells_on(layer.space.dims, layout.computed, devices)
+        return layout.only(devices[size.argmax(1)]), size.max(1) > 0
+
+    def _compute_time(self, layer: Layer, layout: Layout, wanted: tuple[bool, ...], kind: int = 0) -> ComputeTime:
+        """Measured as far as the profile allows; the step's overhead beside layers counts for the sink."""
         dtype = self.dtype(layer)
-        measured = self.measurements_in(dtype)
+        measured = self.measurements_in(dtype, kind)
         if layer.end:
             if measured is not None and layer.role is Role.SINK:
                 return measured.sink_time(layer, layout)
             zeros = np.zeros(len(layout.computed.degrees))
             return ComputeTime(zeros, zeros, zeros, zeros, zeros)
         if measured is not None:
-            trained = self.trained[layer.name]  # so it was measured, also in inference
+            trained = self.trained[layer.name]  # that is how it was measured, also for inference
             return measured.compute_time(trained, layout, self.trained.flows_back(trained), self.uses[layer.name])
-        return compute_time(layer, layout, wanted, self.devices.processor, dtype, self.options.optimizer)
+        processor = self.kind_of_device(kind).processor
+        return compute_time(layer, layout, wanted, processor, dtype, self.options.optimizer)
+
+    @cached_property
+    def weights(self) -> tuple[tuple[int, ...], ...]:
+        """The vectors of weights that unequal devices may get (`cost.unequal`); () for equal devices."""
+        if not self.devices.kinds:
+            return ()
+        return weight_vectors(self._kinds_s(1), self._kinds_s(self.devices.count), self.devices)
+
+    @property
+    def ideal_s(self) -> float:
+        """Seconds of a step if nothing were sent and unequal devices shared the work in proportion to their speeds."""
+        return float(1 / (1 / self._kinds_s(1))[list(self.devices.kind_of)].sum())
+
+    def check_measured(self) -> None:
+        """Raises LayerwiseError if layers were measured on some kinds of devices, but not on others."""
+        dtype, kinds = self.options.dtype, self.devices.kinds
+        known = [self.measurements_in(dtype, kind) is not None for kind in range(len(kinds))]
+        if any(known) and not all(known):
+            without = kinds[known.index(False)].processor.name
+            raise LayerwiseError(
+                f"the profile has measured times of layers in {dtype}, but none for {without}: measure on a device of "
+                "each kind (layerwise measure layers), or on none"
+            )
+
+    def _kinds_s(self, parts: int) -> Floats:
+        """(K,) seconds of all layers for one of `parts` parts of the samples, on a device of each kind."""
+        total, kinds = np.zeros(len(self.devices.kinds)), range(len(self.devices.kinds))
+        for layer in self.graph.inner:
+            layout, wanted = self.layout(layer, (data_parallel(layer, parts),)), self.graph.flows_back(layer)
+            total += [self._compute_time(layer, layout, wanted, kind).total[0] for kind in kinds]
+        return total
 
     def edge_costs(
         self,
@@ -185,9 +210,9 @@ class CostModel(Setting):
         targets: tuple[Config, ...],
         watched: tuple[int, ...] | None = None,
     ) -> dict[str, Floats]:
-        """(C_source, C_target) seconds of an edge by term, all directions together; equal edges share arrays.
+        """(C_source, C_target) seconds of an edge by term, over all directions; equal edges share arrays.
 
-        To targets that are recomputed once more forward. With `watched` devices only (see `port_seconds`): lower
+        Recomputed targets count the forward direction twice. With `watched` devices only (see `port_seconds`): lower
         bounds.
         """
         if len(sources) > MANY or len(targets) > MANY:
@@ -219,7 +244,7 @@ class CostModel(Setting):
         if recomputed.any():
             for term, seconds in self._seconds(edge, 1, watched).items():
                 costs[term] = costs[term] + np.where(recomputed, seconds[rows][:, columns], 0.0)
-        if name[0] in self.graph.unfed:  # uncut, it is computed everywhere
+        if name[0] in self.graph.unfed:  # unsplit, every device computes it
             uncut = np.array([config.total == 1 for config in sources])
             costs = {term: np.where(uncut[:, None], 0.0, seconds) for term, seconds in costs.items()}
         return costs
@@ -229,7 +254,7 @@ class CostModel(Setting):
         if len(configs) <= MANY:
             return distinct_cells(configs)
         if id(configs) not in self._cells:
-            self._cells[id(configs)] = configs, *distinct_cells(configs)  # kept, so that its id stays its own
+            self._cells[id(configs)] = configs, *distinct_cells(configs)  # kept, so that no other object gets its id
         _, cells, rows = self._cells[id(configs)]
         return cells, rows
 
@@ -246,16 +271,16 @@ class CostModel(Setting):
         targets: tuple[Config, ...],
         watched: tuple[int, ...] | None = None,
     ) -> Floats:
-        """The sum of `edge_costs`. Not to be written to."""
+        """The sum of `edge_costs`. Do not write to it."""
         return reduce(np.add, self.edge_costs(name, sources, targets, watched).values())
 
     def pair_costs(self, name: EdgeName, pairs: Sequence[Pair]) -> list[float]:
-        """`edge_cost` under some pairs of configurations of its ends."""
+        """`edge_cost` for some pairs of configurations of its ends."""
         known = self._priced(name, pairs)
         return [float(reduce(np.add, known[pair].values())[0, 0]) for pair in pairs]
 
     def _priced(self, name: EdgeName, pairs: Iterable[Pair]) -> dict[Pair, dict[str, Floats]]:
-        """(1, 1) seconds by term of at least these pairs; those that were not known are priced together."""
+        """(1, 1) seconds by term for at least these pairs; unknown ones are priced together."""
         known = self._pairs.setdefault(self._kinds_of(name), {})
         if new := [pair for pair in pairs if pair not in known]:
             sources, targets = (tuple(dict.fromkeys(side)) for side in zip(*new, strict=True))
@@ -267,11 +292,11 @@ class CostModel(Setting):
         return known
 
     def _kinds_of(self, name: EdgeName) -> tuple[int, int, int]:
-        """The key that edges of equal cost have in common."""
+        """A key that edges of equal cost share."""
         return self.kind(self.graph[name[0]]), self.kind(self.graph[name[1]]), name[2]
 
     def learn(self, strategies: Sequence[Strategy]) -> None:
-        """Prices all that these complete strategies consist of at once, which is faster than one after the other."""
+        """Prices everything in these complete strategies at once, which is faster than one after the other."""
         graph = self.graph
         of_kind: dict[int, tuple[Layer, dict[Config, None]]] = {}
         for layer in graph.layers if strategies else ():
@@ -287,7 +312,7 @@ class CostModel(Setting):
             self._priced(name, wanted)
 
     def busiest_device(self, name: EdgeName, source: Config, target: Config) -> int:
-        """A device behind the port that the transfer waits for."""
+        """A device behind the port that limits the transfer."""
         return busiest_device(self.edge(name, (source,), (target,)), self.devices)
 
     def tables(

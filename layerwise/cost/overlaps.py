@@ -28,20 +28,20 @@ Ranges = tuple[tuple[Ints, Ints], ...]
 class Selections:
     """Selections of cells, seen from each of W devices: 0 its own, 1 its node's, 2 its rack's, ...
 
-    degrees: (C, K). boxes[selection]: boxes of cell indices lo, hi, each (C, W, K), that together are the selection: a
+    cuts: (C, K). boxes[selection]: boxes of cell indices lo, hi, each (C, W, K), that together are the selection: a
     single one where the degrees nest in the group's size, else a few. times[selection]: (C, W) how many devices have
     each of these cells, where there may be more than one.
     """
 
     def __init__(self, cells: LayoutCells, graph: DeviceGraph, watched: Ints) -> None:
         sizes = [1, *(level.devices for level in graph.levels)]
-        self.degrees = cells.degrees
+        self.cuts = cells.cuts
         self.boxes: tuple[Ranges, ...] = tuple(_group_boxes(cells, size, watched) for size in sizes)
         self.times: tuple[Ints | None, ...] = tuple(_times(cells, size, watched) for size in sizes)
         self._patterns: dict[tuple[int, int, int | None], tuple[Ints, Ints, Ints, Ints]] = {}
 
     def patterns(self, selection: int, box: int, dim: int | None) -> tuple[Ints, Ints, Ints, Ints]:
-        """Distinct (degree, lo of each device, hi of each device) along `dim`, and the one that each configuration has.
+        """Distinct (cut, lo of each device, hi of each device) along `dim`, and the one that each configuration has.
 
         dim None: a dimension that nothing drives has one cell, which every device with any cell holds.
         """
@@ -52,7 +52,7 @@ class Selections:
                 active: Ints = np.asarray((hi > lo).all(-1), np.int64)
                 rows = np.concatenate([np.ones((len(active), 1), np.int64), np.zeros_like(active), active], axis=1)
             else:
-                rows = np.concatenate([self.degrees[:, dim, None], lo[..., dim], hi[..., dim]], axis=1)
+                rows = np.concatenate([self.cuts[:, dim, None], lo[..., dim], hi[..., dim]], axis=1)
             first, which = _distinct(rows)
             degree, low, high = np.split(rows[first], [1, 1 + lo.shape[1]], axis=1)
             self._patterns[key] = (degree[:, 0], low, high, which)
@@ -176,7 +176,7 @@ class Overlaps:
         assert len(set(sources)) == len(sources), "a dimension may drive only one dimension of an input"
         self.edge = edge
         self.owned, self.needing = selections(edge.owners, graph, watched), selections(edge.needers, graph, watched)
-        dimensions = range(self.needing.degrees.shape[1])
+        dimensions = range(self.needing.cuts.shape[1])
         self.spare = [i for i in dimensions if i not in sources]  # along these the need is replicated
         self.sums = [_sums(edge, j) for j in range(len(edge.held))]
         self._products: dict[tuple[int, int], list[list[_Factor]]] = {}

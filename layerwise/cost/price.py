@@ -1,4 +1,4 @@
-"""Price: a strategy's cost, term by term and layer by layer, with its bytes and memory; and what its t_C rests on."""
+"""Price: a strategy's cost by term and layer, with its bytes and memory, and the basis of its t_C."""
 
 from __future__ import annotations
 
@@ -33,30 +33,30 @@ class LayerPrice:
     config: Config
     seconds: Mapping[str, float]  # by term of equation 1
     bytes: Mapping[str, float]  # by kind of traffic: sent by all devices together, in both directions
-    memory_bytes: float  # of the fullest device, all that the layer ever holds, as closed forms count it
-    measured_s: float = 0.0  # of t_C, what rests on measured times
-    fitted_s: float = 0.0  # and on the fit to them
+    memory_bytes: float  # of the fullest device: everything that the layer ever holds, by closed forms
+    measured_s: float = 0.0  # part of t_C that is measured
+    fitted_s: float = 0.0  # part of t_C that is fitted
 
     @property
     def total_s(self) -> float:
         return sum(self.seconds.values())
 
     def column_s(self, column: str) -> float:
-        """Seconds in a column of reports: t_C has the collectives inside the layer, too."""
+        """Seconds in a column of reports; t_C includes the collectives inside the layer."""
         return sum(self.seconds[term.name] for term in TERMS if term.column == column)
 
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """A strategy's cost: `step_time_s` is equation 1 and the sum of the layers'."""
+    """A strategy's cost: `step_time_s` is equation 1, the sum over layers."""
 
     layers: dict[str, LayerPrice]
     step_time_s: float
-    memory_bytes: float  # of the fullest device at the fullest instant of a step (`cost.memory.step`)
+    memory_bytes: float  # the peak of the fullest device in a step (`cost.memory.step`)
 
     @property
     def bytes(self) -> dict[str, float]:
-        """Bytes that all devices together hand to communication calls in a step, by kind of traffic.
+        """Bytes that all devices together pass to communication calls in a step, by kind of traffic.
 
         transfer: activations and their gradients, and reductions over k; sync: gradients of parameters; statistics:
         all-reduces inside layers (batch norm).
@@ -65,24 +65,24 @@ class Price:
 
     @property
     def bytes_moved(self) -> float:
-        """All of that."""
+        """All bytes."""
         return sum(self.bytes.values())
 
 
 @checked
 def price(model: CostModel, strategy: Strategy, *, memory_bytes: float | None = None) -> Price:
-    """Returns a strategy's cost: equation 1, term by term and layer by layer, with its bytes and its memory.
+    """Returns a strategy's cost: equation 1 by term and layer, with its bytes and its memory.
 
     Args:
         model: The network on its machine.
         strategy: A configuration of every layer but inputs and sink, by name.
-        memory_bytes: The peak of the fullest device, where it is known already.
+        memory_bytes: The peak of the fullest device, if already known.
 
     Returns:
-        The price; `step_time_s` is the sum of the layers'. Overlap is `timeline`'s matter.
+        The price; `step_time_s` is the sum of the layers'. For overlap, see `timeline`.
 
     Raises:
-        LayerwiseError: Layers are missing, unknown, or cannot be split so.
+        LayerwiseError: Layers are missing, unknown, or cannot be split that way.
 
     Examples:
         >>> import layerwise
@@ -99,7 +99,7 @@ def price(model: CostModel, strategy: Strategy, *, memory_bytes: float | None = 
 
 
 def _known_price(model: CostModel, layer: Layer, strategy: Strategy) -> LayerPrice:
-    """Made once for a layer's configuration and those of its inputs: strategies that are compared differ in few."""
+    """Cached for a layer's configuration and those of its inputs, as compared strategies differ in few layers."""
     ends = tuple((model.kind(model.graph[source]), strategy[source]) for source in layer.inputs)
     key = _layer_price, model.kind(layer), strategy[layer.name], ends
     return model.once(key, lambda: _layer_price(model, layer, strategy))
@@ -119,14 +119,14 @@ def _layer_price(model: CostModel, layer: Layer, strategy: Strategy) -> LayerPri
 
 
 def sent_bytes(model: CostModel, layer: Layer, strategy: Strategy) -> tuple[dict[str, float], float]:
-    """Returns the bytes that are sent, by kind of traffic, and those of the inputs that a device receives."""
+    """Returns the bytes that are sent, by kind of traffic, and the input bytes that a device receives."""
     config, sent, gathered_bytes = strategy[layer.name], dict.fromkeys(TRAFFIC, 0.0), 0.0
     layout = model.layout(layer, (config,))
     for slot, source in enumerate(layer.inputs):
         name = source, layer.name, slot
         times = model.directions(name)
         if not times or (source in model.graph.unfed and strategy[source].total == 1):
-            continue  # nothing travels, or every device computes it
+            continue  # nothing is sent, or every device computes it
         edge = model.edge(name, (strategy[source],), (config,))
         for edge_term in EDGE_TERMS:
             if edge_term.traffic:
@@ -142,28 +142,28 @@ def sent_bytes(model: CostModel, layer: Layer, strategy: Strategy) -> tuple[dict
 
 
 def measured_share(model: CostModel, strategy: Strategy) -> float:
-    """The share of t_C that rests on measured times, as `Price` has it; but without a price, which takes far longer."""
+    """The fraction of t_C that is measured; computed without a price, which takes far longer."""
     costs = [(model.node_cost(model.graph[name], (config,)), config) for name, config in strategy.items()]
     total = sum(float(cost.seconds[COMPUTE.name][0]) for cost, _ in costs)
     return sum(_known_s(*one)[0] for one in costs) / total if total else 0.0
 
 
 def _known_s(cost: NodeCost, config: Config) -> tuple[float, float]:
-    """Seconds of a layer's t_C that were measured, and that were fitted, under the one configuration of `cost`."""
+    """Seconds of a layer's t_C that are measured, and that are fitted, under the only configuration of `cost`."""
     once = float(cost.compute.total[0])
     again = float(cost.seconds[COMPUTE.name][0]) / once if config.recompute and once else 1.0
-    # The forward pass once more rests on them alike.
+    # The recomputed forward pass counts the same.
     return float(cost.compute.measured[0]) * again, float(cost.compute.fitted[0]) * again
 
 
 def complete(model: CostModel, strategy: Strategy) -> dict[str, Config]:
-    """The strategy with the configurations of inputs and sink added."""
+    """The strategy with the configurations of inputs and sink."""
     inner = {layer.name: layer for layer in model.graph.layers if not layer.end}
     unknown = sorted(set(strategy) - {layer.name for layer in model.graph.layers})
     missing = sorted(set(inner) - set(strategy))
     if unknown or missing:
         what = f"unknown layers {unknown[:3]}" if unknown else f"no configuration for {missing[:3]}"
-        raise LayerwiseError(f"the strategy has {what}; the model's layers are those of `layerwise search --json`")
+        raise LayerwiseError(f"the strategy has {what}: use the layers that `layerwise search --json` lists")
     for name, layer in inner.items():
         check(strategy[name], layer.space.dims, model.devices.count, name)
         check_choices(strategy[name], name, differentiated=model.graph.differentiates(layer))
@@ -174,7 +174,7 @@ def complete(model: CostModel, strategy: Strategy) -> dict[str, Config]:
 
 
 def _parameter_bytes(model: CostModel, layer: Layer, layout: Layout) -> float:
-    """Parameters, gradients and optimizer state; of what is shared out a part, beside what the layer computes with."""
+    """Parameters, gradients and optimizer state; for sharded ones a part, beside what the layer computes with."""
     total = 0.0
     for _, p, item_bytes in layer.held():
         copies = 2.0 + OPTIMIZERS[model.options.optimizer] if p.trainable else 1.0
@@ -182,27 +182,27 @@ def _parameter_bytes(model: CostModel, layer: Layer, layout: Layout) -> float:
             shared := sharded(layer, p, layout.configs[0], model.devices.count, unfed=layer.name in model.graph.unfed)
         ) is not None:
             copies = 1 + copies / shared.members
-        degrees = layout.at(p.epilogue).degrees
-        total += copies * float(largest_box(p.maps, layer.space.dims, degrees)[0]) * item_bytes
+        cuts = layout.at(p.epilogue).cuts
+        total += copies * float(largest_box(p.maps, layer.space.dims, cuts)[0]) * item_bytes
     return total
 
 
 def held_bytes(model: CostModel, layer: Layer, layout: Layout) -> float:
-    """Parameters, gradients, optimizer state and what every stage makes, whether or not the backward pass needs it."""
+    """Parameters, gradients, optimizer state and every stage's output, whether or not the backward pass needs it."""
     total = _parameter_bytes(model, layer, layout)
     if layer.role is Role.TIED:
         return total
     rank = len(layer.out.shape)
     for stage in layer.stages:
-        extents = largest_extents(layer.space.dims[:rank], layout.at(stage.epilogue).degrees)
+        extents = largest_extents(layer.space.dims[:rank], layout.at(stage.epilogue).cuts)
         total += prod(np.ravel(extents).tolist()) * stage.space.out.item_bytes
     return total
 
 
-# By how much of their time two plans must differ before the model tells them apart, by what t_C rests on. These are of
-# the model and not of a machine, so no profile holds them. They are judged: single steps are predicted worse
-# (docs/benchmarks/predictions.md: 3.5 % off on average where all was measured), but much of that is common to two plans
-# and cancels in their ratio. What is fitted errs as cells held out of the fit do, and at least as what is analytic.
+# By what fraction two plans' times must differ before the model distinguishes them, by the basis of t_C. These describe
+# the model, not a machine, so no profile holds them. They are judgements: single steps are predicted worse
+# (docs/benchmarks/predictions.md: 3.5 % off on average if everything was measured), but much of that is common to two
+# plans and cancels in their ratio. Fitted times err like held-out cells, and at least like analytic ones.
 MEASURED_ERROR, ANALYTIC_ERROR = 0.01, 0.03
 
 
@@ -210,10 +210,10 @@ MEASURED_ERROR, ANALYTIC_ERROR = 0.01, 0.03
 class Basis:
     """The basis of a strategy's t_C."""
 
-    measured: float  # shares of t_C, which make 1
+    measured: float  # fractions of t_C, which sum to 1
     fitted: float
     analytic: float
-    of_step: float  # t_C's share of the step time
+    of_step: float  # t_C's fraction of the step time
     conditions: Conditions | None  # of the times that were used
     held_out_error: float | None  # of the fit
 
@@ -239,7 +239,7 @@ def basis(model: CostModel, cost: Price) -> Basis:
 
 
 def model_error(model: CostModel, strategy: Strategy) -> float:
-    """The share of a step's time below which a gain by this plan, or over it, is none; of two plans the larger one."""
+    """The fraction of a step's time below which a gain by or over this plan is not significant."""
     if model.measurements is None:
         return ANALYTIC_ERROR
     share = measured_share(model, strategy)
@@ -269,41 +269,41 @@ def describe(model: CostModel, shares: Basis) -> str:
     return f"t_C is {shares.of_step:.0%} of the step time: {'; '.join(parts)}."
 
 
-ALL_REDUCED = "The gradients of a parameter server are priced; a plan is run with all-reduces."
+ALL_REDUCED = "Prices assume a parameter server for gradients, but a run uses all-reduces."
 
 
 def sync_lines(model: CostModel) -> Iterator[str]:
-    """A line where a run sums gradients otherwise than the prices say."""
+    """Yields a line if a run sums gradients differently from the prices."""
     if model.options.sync != "all-reduce" and model.options.kind == "training":
         yield ALL_REDUCED
 
 
 def feeding_lines(model: CostModel) -> Iterator[str]:
-    """A line on what each device is fed and why, where there are fewer samples than devices."""
+    """Yields a line on what each device is fed and why, if there are fewer samples than devices."""
     if model.feeding.why:
         yield model.feeding.why
 
 
 def warnings(model: CostModel) -> Iterator[str]:
-    """Warnings of what cannot be trained, and of measured times for another element type, device or version."""
+    """Yields warnings: what cannot be trained, and measured times for another element type, device or version."""
     if single := [layer.name for layer in model.graph.layers if any(map(_of_one_number, layer.stages))]:
         yield (
-            f"WARNING: PyTorch will not train layer {single[0]!r}: its batch norm has one number of each channel, and "
-            "needs two: give larger samples, or more of them (--global-batch)."
+            f"WARNING: PyTorch cannot train layer {single[0]!r}: its batch norm has one number for each channel, but "
+            "needs two: use larger samples, or more (--global-batch)."
         )
     sets, dtype = model.devices.layers, model.options.dtype
     if not sets:
         return
     if model.measurements is None:
         known = ", ".join(dict.fromkeys(one.conditions.dtype for one in sets))
-        yield f"WARNING: profile {model.devices.name} has times of layers at {known} only; at {dtype} t_C is analytic."
+        yield f"WARNING: profile {model.devices.name} has times for {known} only, so t_C in {dtype} is analytic."
         return
     where, installed = model.measurements.times.conditions, version("torch")
     if _release(where.torch) != _release(installed):
-        yield f"WARNING: layers were measured with torch {where.torch}, and here is {installed}: measure again."
+        yield f"WARNING: layers were measured with torch {where.torch}, but {installed} is installed: measure again."
     if where.device != model.devices.processor.name:
         yield (
-            f"WARNING: layers were measured on {where.device}, and profile {model.devices.name} describes "
+            f"WARNING: layers were measured on {where.device}, but profile {model.devices.name} describes "
             f"{model.devices.processor.name}."
         )
 
@@ -314,7 +314,7 @@ def _of_one_number(stage: Stage) -> bool:
 
 
 def _release(torch: str) -> str:
-    """A version of PyTorch without `+cpu`: which build it is says the device."""
+    """A version of PyTorch without its build, such as `+cpu`, which the device shows."""
     return torch.partition("+")[0]
 
 

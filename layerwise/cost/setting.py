@@ -1,4 +1,4 @@
-"""Setting: what is priced, a network on a machine under options."""
+"""Setting: what is priced: a network on a machine under options."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from layerwise.graph.layer import Layer
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.graph.mixed import mixed
 from layerwise.graph.types import autocast_within
-from layerwise.machine import AUTOCAST, DeviceGraph, precision
+from layerwise.machine import AUTOCAST, DeviceGraph, Kind, precision
 from layerwise.ops.base import Role
 from layerwise.partition.edge import Edge
 from layerwise.partition.layout import Layout, layout
@@ -24,12 +24,12 @@ from layerwise.partition.place import data_parallel, input_maps
 from layerwise.program import StepKind
 from layerwise.quantities import samples
 
-EdgeName = tuple[str, str, int]  # of an edge of the graph: producer, consumer, input slot
+EdgeName = tuple[str, str, int]  # an edge of the graph: producer, consumer, input slot
 Strategy = Mapping[str, Config]
 Configs = Mapping[str, tuple[Config, ...]]
 Progress = Callable[[int, int], None]  # done, of
-NO_LATENCY_S = 1e-12  # of a message: a formula may divide by it
-MANY = 16  # configurations that are known by the id of their tuple: they take long to hash
+NO_LATENCY_S = 1e-12  # a message's latency; not 0, as formulas divide by it
+MANY = 16  # configurations in tuples longer than this are looked up by id, as hashing is slow
 
 
 @checked
@@ -48,7 +48,7 @@ class CostOptions:
             where the network allows it, else "free" (`Setting.feeding` says why).
         optimizer: "sgd", "momentum" or "adam": its update's time and its state's memory.
         dtype: What a step computes in: one of `machine.DTYPES`, also in other spellings.
-        local_batch_norm: Statistics are of each device's own samples, as with DistributedDataParallel.
+        local_batch_norm: Whether batch norm uses each device's own samples, as with DistributedDataParallel.
         kind: "training", or "inference": the forward pass alone, with running statistics, in which nothing is saved.
 
     Examples:
@@ -71,7 +71,7 @@ class CostOptions:
 
     @property
     def sync_method(self) -> SyncMethod:
-        """How gradients are summed, and over which links, as `cost.collectives.bucket_s` takes it."""
+        """How gradients are summed, over which links; see `cost.collectives.bucket_s`."""
         if self.sync == "parameter-server" and self.link_model == "connection":
             return "connections to a parameter server"
         return self.sync
@@ -79,14 +79,14 @@ class CostOptions:
 
 @dataclass(frozen=True, slots=True)
 class Feeding:
-    """The io of a step, and a sentence on why it is that where there are fewer samples than devices."""
+    """The io of a step, and a sentence that explains it if there are fewer samples than devices."""
 
     io: Literal["sample", "free", "boxes"]
     why: str = ""
 
 
 def feeding(graph: LayerGraph, devices: int, options: CostOptions) -> Feeding:
-    """What each device is fed, where `options` leave that open."""
+    """What each device is fed, if `options` leave that open."""
     if options.io != "auto":
         return Feeding(options.io)
     if graph.batch >= devices:
@@ -94,7 +94,7 @@ def feeding(graph: LayerGraph, devices: int, options: CostOptions) -> Feeding:
     few = f"since {samples(graph.batch)} {'is' if graph.batch == 1 else 'are'} fewer than {devices} devices"
     outputs = [graph[name] for name in graph.layers[-1].inputs]
     rows = [layer for layer in outputs if layer.name not in graph.losses and layer.out.index("n") is not None]
-    # A training step takes its loss of the boxes of one output; of several, or of rows in samples, it needs all.
+    # A training step computes its loss from the boxes of one output; with several, or rows per sample, it needs all.
     if options.kind == "training" and (len(rows) > 1 or any(layer.out.shape[0] != graph.batch for layer in rows)):
         several = f"{len(rows)} outputs" if len(rows) > 1 else "an output of several rows a sample"
         why = f"Each device is given the whole batch (io free), {few}, and the loss of {several} is not in the model."
@@ -104,18 +104,20 @@ def feeding(graph: LayerGraph, devices: int, options: CostOptions) -> Feeding:
 
 
 def connected(devices: DeviceGraph) -> DeviceGraph:
-    """The devices, each with a port of its own at every level, and messages alone, which take no latency."""
+    """The devices, each with its own port at every level; messages have no latency."""
     levels = tuple(replace(level, alpha_s=NO_LATENCY_S, devices_per_port=1) for level in devices.levels)
     return replace(devices, levels=levels, links=None, collectives=False)
 
 
 @dataclass
 class Setting:
-    """A network on a device graph; what every term of the cost model may depend on."""
+    """A network on a device graph, and everything that a term of the cost model may depend on."""
 
     graph: LayerGraph
     devices: DeviceGraph
     options: CostOptions = field(default_factory=CostOptions)
+    # Of unequal devices, the weights by which each feeds its part of a batch's samples. None: as fast as they compute.
+    shares: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         # Before what follows changes them: another model of the network is made from these.
@@ -132,7 +134,7 @@ class Setting:
             self.graph = self.graph.untrained()
         self.has_gradient = self.graph.has_gradient
         self.uses = gradient_uses(self.trained)
-        self._measurements: dict[str, Measurements | None] = {}
+        self._measurements: dict[tuple[str, int], Measurements | None] = {}
         self._layouts: dict[tuple[str, int], tuple[Sequence[Config], Layout]] = {}
         self._small_layouts: dict[tuple[int, tuple[Config, ...]], Layout] = {}
         self._kinds: dict[object, int] = {}
@@ -140,26 +142,29 @@ class Setting:
 
     @property
     def measurements(self) -> Measurements | None:
-        """The measurements for what the step computes in; None where the profile has none."""
+        """The measurements for the step's element type; None if the profile has none."""
         return self.measurements_in(self.options.dtype)
 
-    def measurements_in(self, dtype: str) -> Measurements | None:
-        """The measurements for layers that compute in one of machine.DTYPES."""
-        if dtype not in self._measurements:
-            times, options = latest(self.devices.layers, dtype), self.options
-            self._measurements[dtype] = (
-                Measurements(
-                    times, self.devices.processor, dtype, options.optimizer, options.local_batch_norm, options.kind
-                )
+    def measurements_in(self, dtype: str, kind: int = 0) -> Measurements | None:
+        """The measurements for layers that compute in one of machine.DTYPES, on devices of a kind."""
+        if (dtype, kind) not in self._measurements:
+            device, options = self.kind_of_device(kind), self.options
+            times = latest(device.layers, dtype)
+            self._measurements[dtype, kind] = (
+                Measurements(times, device.processor, dtype, options.optimizer, options.local_batch_norm, options.kind)
                 if times is not None
                 else None
             )
-        return self._measurements[dtype]
+        return self._measurements[dtype, kind]
+
+    def kind_of_device(self, kind: int) -> Kind:
+        """A kind of the devices, of which equal ones have one."""
+        return (self.devices.kinds or (Kind(self.devices.processor, self.devices.layers),))[kind]
 
     def dtype(self, layer: Layer) -> str:
         """The type that a layer computes in, of machine.DTYPES: the step's, or that of the model's own autocast.
 
-        The step's, too, where the profile has no rate for the other.
+        It is the step's, too, if the profile has no rate for the other.
         """
         wanted, around = self.options.dtype, AUTOCAST.get(self.options.dtype)
         if not layer.autocast or self.graph.dtype != "float32" or wanted == "float64":
@@ -179,7 +184,7 @@ class Setting:
         return {"autocast": around, "device": self.devices.device_type}
 
     def kind(self, layer: Layer) -> int:
-        """A number for a layer of the graph, the same for all that cost and take memory alike: repeated blocks."""
+        """A number for a layer of the graph, equal for layers of equal cost and memory: repeated blocks."""
         found = self._kind_of.get(layer.name)
         if found is None:
             name, graph = layer.name, self.graph
@@ -189,8 +194,8 @@ class Setting:
         return found
 
     def end_config(self, layer: Layer) -> Config:
-        """The only configuration of an input or of the sink: samples over all devices that can have one."""
-        return data_parallel(layer, self.devices.count)
+        """The only configuration of an input or the sink: samples over all devices that can have one."""
+        return data_parallel(layer, self.devices.count, self.shares or ())
 
     def layout(self, layer: Layer, configs: Sequence[Config]) -> Layout:
         """Cells of the layer's configurations on these devices."""
@@ -209,9 +214,9 @@ class Setting:
         return made.everywhere() if layer.name in self.graph.unfed else made
 
     def directions(self, name: EdgeName) -> int:
-        """The number of times that an edge's tensor travels: 0 where it is not counted, 1 without a gradient, else 2.
+        """How often an edge's tensor is transferred: 0 if it is not counted, 1 without a gradient, else 2.
 
-        What every device computes does not travel either (see `CostModel.edge_costs`).
+        What every device computes is not transferred either (see `CostModel.edge_costs`).
         """
         source, target = self.graph[name[0]], self.graph[name[1]]
         if source.role is Role.CONSTANT or (self.options.io != "sample" and (source.end or target.end)):
@@ -219,7 +224,7 @@ class Setting:
         return 2 if self.has_gradient[source.name] and self.has_gradient[target.name] else 1
 
     def edge(self, name: EdgeName, sources: tuple[Config, ...], targets: tuple[Config, ...]) -> Edge:
-        """The facts that a transfer follows from."""
+        """What a transfer depends on."""
         source, target = self.graph[name[0]], self.graph[name[1]]
         maps, epilogue = input_maps(target, name[2])
         owners, needers = self.layout(source, sources).owned, self.layout(target, targets).at(epilogue)

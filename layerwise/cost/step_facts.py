@@ -1,4 +1,4 @@
-"""Facts of a strategy from which the program of its step follows, as the cost model has them."""
+"""Facts of a strategy that the program of its step depends on, from the cost model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from layerwise.program import Gradient, StrategyFacts, gradient_order
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GradientSum:
-    """The sum of gradients of one layer that the same groups of devices share."""
+    """The gradient sum of one layer over the same groups of devices."""
 
     row: Ints  # (N,) devices with the same number sum together; -1: in none
     group: GroupShape
@@ -35,7 +35,7 @@ class GradientSum:
 def step_facts(
     model: CostModel, strategy: Strategy, bucket_bytes: float = BUCKET_BYTES
 ) -> tuple[StrategyFacts, list[GradientSum]]:
-    """The facts that the program of a complete strategy follows from, and the sums behind its gradients."""
+    """The facts that a complete strategy's program depends on, and the sums of its gradients."""
     graph, gradients, sums = model.graph, list[Gradient](), list[GradientSum]()
     for layer in gradient_order(graph):
         for one in gradient_sums(model, layer, strategy[layer.name]):
@@ -53,7 +53,7 @@ def step_facts(
 
 
 def transfer_s(model: CostModel, strategy: Strategy, layer: Layer, slot: int, *, forward: bool = True) -> float:
-    """Seconds that an input of a layer travels one way; 0 where nothing goes this way."""
+    """Seconds to transfer a layer's input one way; 0 if nothing is sent this way."""
     source = layer.inputs[slot]
     name = source, layer.name, slot
     times = model.directions(name)
@@ -64,7 +64,7 @@ def transfer_s(model: CostModel, strategy: Strategy, layer: Layer, slot: int, *,
 
 
 def gradient_sums(model: CostModel, layer: Layer, config: Config) -> list[GradientSum]:
-    """The sums of a layer's gradients, in the order in which they are complete."""
+    """The sums of a layer's gradients, in the order in which they become complete."""
 
     def made() -> list[GradientSum]:
         layout = model.layout(layer, (config,))

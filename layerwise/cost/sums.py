@@ -16,7 +16,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from layerwise.geometry import AxisMap, boundaries
+from layerwise.geometry import AxisMap, boundaries, degree_of
 from layerwise.geometry.arrays import Floats, Ints
 from layerwise.ops.facts import Dim
 
@@ -24,7 +24,7 @@ TABLE = 1 << 16  # sums that are tabulated: they are asked for again and again; 
 
 
 class Sums:
-    """Sums over a dimension that is `held`: a degree of `a_values` that owns, of `b_values` that needs what `axis`
+    """Sums over a dimension that is `held`: a cut of `a_values` that owns, of `b_values` that needs what `axis`
     makes of its cells of `dim`.
     """
 
@@ -32,7 +32,9 @@ class Sums:
         self, held: Dim, a_values: tuple[int, ...], axis: AxisMap, dim: Dim, b_values: tuple[int, ...]
     ) -> None:
         self._a, self._b = np.array(a_values, np.int64), np.array(b_values, np.int64)
-        self._a_begin, self._b_begin = _begin(self._a), _begin(self._b)
+        a_degrees, b_degrees = degree_of(self._a), degree_of(self._b)
+        self._a_begin, self._b_begin = _begin(a_degrees), _begin(b_degrees)
+        self._b_degrees = b_degrees
         owned = [boundaries(held.extent, a, held.unit) for a in a_values]
         needed = [_needed(axis, dim, b) for b in b_values]
         self._x = np.concatenate(owned)
@@ -47,20 +49,20 @@ class Sums:
         self._first, self._end = self._cumulated(first), self._cumulated(end)  # (a_values, ...)
         self._table: Floats | None = None
         if len(self._x) * len(self._lo) <= TABLE:
-            i, j = (np.concatenate([np.arange(d + 1) for d in values]) for values in (a_values, b_values))
-            at_a, at_b = (np.repeat(np.arange(len(values)), np.array(values) + 1) for values in (a_values, b_values))
+            i, j = (np.concatenate([np.arange(d + 1) for d in degrees]) for degrees in (a_degrees, b_degrees))
+            at_a, at_b = (np.repeat(np.arange(len(degrees)), degrees + 1) for degrees in (a_degrees, b_degrees))
             self._table = self._until(at_a, i[:, None], at_b, j[:, None])[:, :, 0]
 
     def _cumulated(self, ends: Ints) -> Ints:
         """(..., all cells that need) -> (..., all sums of the first so many of each of b_values), laid end to end."""
         before = np.insert(ends, self._b_begin - np.arange(len(self._b)), 0, axis=-1).cumsum(-1)
-        result: Ints = before - np.repeat(before[..., self._b_begin], self._b + 1, axis=-1)
+        result: Ints = before - np.repeat(before[..., self._b_begin], self._b_degrees + 1, axis=-1)
         return result
 
     def between(self, a: Ints, i: tuple[Ints, Ints], b: Ints, j: tuple[Ints, Ints]) -> Floats:
         """(2, P_u, W, P_v) elements and overlaps, of P_u ranges and P_v ranges of cells, each as W devices see them.
 
-        a: (P_u,), b: (P_v,) degrees; i: (P_u, W), j: (P_v, W) where the ranges begin and end.
+        a: (P_u,), b: (P_v,) cuts; i: (P_u, W), j: (P_v, W) where the ranges begin and end.
         """
         at_a, at_b = np.searchsorted(self._a, a), np.searchsorted(self._b, b)
         if self._table is None:

@@ -1,9 +1,9 @@
-"""The terms of equation 1: collectives of layers, who and how much, and a row for each term.
+"""The terms of equation 1: collectives of layers (who, and how much), and a row for each term.
 
-A new one is a function, in a file of its own if it is long, and a row here: all else goes through these.
+A new term is a function, in its own file if it is long, and a row here; everything else goes through these.
 
-Numbers of equations are those of docs/explanation/cost_model.md. What a term costs may depend on what `CostModel` keys
-its cache with, and on nothing else.
+Equation numbers are those of docs/explanation/cost_model.md. A term may depend only on what `CostModel` keys its cache
+with.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from layerwise.partition.largest import all_boxes, largest_box, largest_extents
 from layerwise.partition.layout import Layout, LayoutCells
 from layerwise.partition.sharding import Sharding, sharded_each, states_of
 
-ParameterKind = tuple[tuple[int, ...], bool]  # what boxes of parameters follow from: dimensions; whether of an epilogue
+ParameterKind = tuple[tuple[int, ...], bool]  # what parameters' boxes depend on: dimensions; whether of an epilogue
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,37 +49,37 @@ class Collective:
 
     size_bytes: Floats  # (C,) of the member with the largest box
     total_bytes: Floats  # (C,) of all devices together
-    group_shapes: Groups  # (C,) of the devices that agree in the dimensions `keys` of their cells
+    group_shapes: Groups  # (C,) of the devices whose cells agree in the dimensions `keys`
     cells: LayoutCells
     keys: tuple[int, ...]
-    epilogue: bool = False  # whether what travels belongs to a fused follower, whose boxes may differ
+    epilogue: bool = False  # whether it belongs to a fused follower, whose boxes may differ
 
 
 def kind_of(p: Parameter) -> ParameterKind:
-    """A key of the collective, of its layer's, that the gradient of a parameter belongs to."""
+    """The key of the layer's collective that sums a parameter's gradient."""
     return tuple(sorted({m.source for m in p.maps if m.source is not None})), p.epilogue
 
 
 def gradients_of(setting: Setting, layer: Layer, layout: Layout) -> list[Collective]:
-    """The all-reduces after the backward pass, one entry for each kind of box."""
+    """The all-reduces after the backward pass, one for each kind of box."""
 
     def sizes(p: Parameter) -> tuple[Floats, Floats]:
-        degrees = layout.at(p.epilogue).degrees
+        cuts = layout.at(p.epilogue).cuts
         replicated = np.array([float(one is None) for one in _sharded(setting, layer, p, layout)])
-        boxes = (measure(p.maps, layer.space.dims, degrees) for measure in (largest_box, all_boxes))
+        boxes = (measure(p.maps, layer.space.dims, cuts) for measure in (largest_box, all_boxes))
         largest, total = (size * replicated for size in boxes)
         return largest, total
 
     found = list[Collective]()
     for (keys, epilogue), (size, total) in _of_parameters(layer, layout, sizes).items():
         cells = layout.at(epilogue)
-        held = total * cells.count / cells.degrees.prod(1)  # in this order, whole numbers stay whole
+        held = total * cells.count / cells.degrees.prod(1)  # in this order, integers stay exact
         found.append(_collective(size, held, cells, keys, setting.devices, epilogue=epilogue))
     return found
 
 
 def shares_of(setting: Setting, layer: Layer, layout: Layout) -> list[Collective]:
-    """The reduce-scatters after the backward pass, and the gathers: sizes are of full boxes as they travel."""
+    """The reduce-scatters after the backward pass, and the gathers: sizes are of full boxes as sent."""
     if all(config.states == "replicated" for config in layout.configs):
         return []
 
@@ -109,22 +109,22 @@ def _of_parameters(
 
 
 def _sharded(setting: Setting, layer: Layer, p: Parameter, layout: Layout) -> list[Sharding | None]:
-    """Under each configuration's choice of states."""
+    """The shardings under each configuration's choice of states."""
     return sharded_each(layer, p, layout.configs, setting.devices.count, unfed=layer.name in setting.graph.unfed)
 
 
 def gathers_of(layer: Layer, layout: Layout) -> Floats:
-    """(C,) how often a step gathers what is sharded: once, or for the forward, the recomputed and the backward pass."""
+    """(C,) how often a step gathers sharded parameters: once, or for the forward, recomputed and backward pass."""
     gathered = (states_of(layer, config) == "gathered" for config in layout.configs)
     return np.array([2.0 + c.recompute if each else 1.0 for each, c in zip(gathered, layout.configs, strict=True)])
 
 
 def owned_share(setting: Setting, layer: Layer, layout: Layout) -> Floats:
-    """(C,) of the elements of parameters that a device computes with, the share that it owns and updates."""
+    """(C,) the fraction of the parameters it computes with that a device owns and updates."""
     owned = full = np.zeros(len(layout.configs))
     for _, p in layer.own_parameters():
         if p.trainable:
-            size = largest_box(p.maps, layer.space.dims, layout.at(p.epilogue).degrees)
+            size = largest_box(p.maps, layer.space.dims, layout.at(p.epilogue).cuts)
             part = [1.0 if one is None else 1 / one.members for one in _sharded(setting, layer, p, layout)]
             owned, full = owned + size * part, full + size
     return owned / np.maximum(full, 1.0)
@@ -137,9 +137,9 @@ def _collective(
 
 
 def statistics_of(setting: Setting, layer: Layer, layout: Layout, *, recomputed: bool = False) -> list[Collective]:
-    """All-reduces inside the layer: one forward, one back where the gradient of what is normalised is wanted.
+    """All-reduces inside the layer: one forward, and one backward if the normalized tensor needs a gradient.
 
-    recomputed: of the forward pass of a recomputed layer, done once more.
+    recomputed: those of a recomputed layer's second forward pass.
     """
     collectives: list[Collective] = []
     for stage, gradients in zip(layer.stages, setting.graph.gradients(layer), strict=True):
@@ -149,7 +149,7 @@ def statistics_of(setting: Setting, layer: Layer, layout: Layout, *, recomputed:
             continue
         here = layout.at(stage.epilogue)
         degrees = here.degrees
-        extents = largest_extents(layer.space.dims[: degrees.shape[1]], degrees)
+        extents = largest_extents(layer.space.dims[: degrees.shape[1]], here.cuts)
         keys = [i for i in range(degrees.shape[1]) if i not in statistics.over]
         each = statistics.per_key / statistics.block
         elements = np.prod(extents[:, statistics.keys], axis=1, dtype=np.float64) * each
@@ -163,44 +163,44 @@ def statistics_of(setting: Setting, layer: Layer, layout: Layout, *, recomputed:
 
 
 def reductions_of(setting: Setting, layer: Layer, layout: Layout) -> list[Collective]:
-    """The reduce-scatters of the partial sums, where k is split."""
+    """The reduce-scatters of partial sums, if k is split."""
     ks, computed = layer.space.reductions, layout.computed
     if not ks or (computed.degrees[:, ks.start :] == 1).all():
         return []
     main = layer.stages[0].space.out
-    extents = largest_extents(layer.space.dims, computed.degrees)[:, : ks.start]
+    extents = largest_extents(layer.space.dims, computed.cuts)[:, : ks.start]
     size = np.prod(extents, axis=1, dtype=np.float64) * main.item_bytes
     total = computed.degrees[:, ks.start :].prod(1) * float(main.volume * main.item_bytes)
     return [_collective(size, total, computed, range(ks.start), setting.devices)]
 
 
 def reduces_back(setting: Setting, layer: Layer) -> bool:
-    """True if the gradient of the partial sums is asked for: of the main operator's weights or inputs."""
+    """True if the partial sums need a gradient: for the main operator's weights or inputs."""
     return setting.graph.gradients(layer)[0].result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Term:
-    """A summand of the step time. Its seconds are called `NAME_s` in files."""
+    """A summand of the step time. Files name its seconds `NAME_s`."""
 
     name: str
     equation: int
-    column: str  # of reports' tables, in which it is shown
-    traffic: str = ""  # what its bytes count as, called `TRAFFIC_bytes` in files; empty: nothing is sent
+    column: str  # of the reports' tables
+    traffic: str = ""  # the kind of its bytes, `TRAFFIC_bytes` in files; empty: nothing is sent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTerm(Term):
-    """The cost of a layer by itself. Functions: of the whole step, or of the forward pass that is `recomputed`."""
+    """A layer's own cost. Functions apply to the full step, or to the `recomputed` forward pass."""
 
     seconds: Callable[[Setting, Layer, Layout, bool], Floats]  # (C,) of C configurations
-    # Its collectives, and the share that each sends of the bytes of an all-reduce.
+    # Its collectives, each with its fraction of an all-reduce's bytes.
     collectives: Callable[[Setting, Layer, Layout, bool], Sequence[tuple[Collective, float]]]
-    phases: Mapping[str, float]  # of the oracle's table: the share that each phase has; their sum is 1
-    recomputes: bool = False  # whether a recomputed layer does it once more
+    phases: Mapping[str, float]  # for the oracle's table: each phase's fraction; they sum to 1
+    recomputes: bool = False  # whether recomputation repeats it
     span: Category | None = None  # in the simulated step: its devices wait for each other, half of it in each direction
-    by_states: bool = False  # follows from what devices share out of parameters and states, too
-    overlaps: bool = False  # with the backward pass, so that the search weighs it less, too
+    by_states: bool = False  # whether it also depends on how parameters and states are sharded
+    overlaps: bool = False  # with the backward pass, so that the search may weigh it less
 
     def sent_bytes(self, setting: Setting, layer: Layer, layout: Layout, *, recomputed: bool = False) -> float:
         """Bytes that all devices hand to the network, under the first configuration."""
@@ -210,14 +210,15 @@ class LayerTerm(Term):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EdgeTerm(Term):
-    """The cost of a tensor that goes from layer to layer, `directions` times (1: forward only)."""
+    """The cost of a tensor transferred between layers, `directions` times (1: forward only)."""
 
-    seconds: Callable[[Setting, Edge, int, tuple[int, ...] | None], Floats]  # (C_u, C_v); watched devices: at least
+    # (C_u, C_v); with watched devices a lower bound
+    seconds: Callable[[Setting, Edge, int, tuple[int, ...] | None], Floats]
     sent_bytes: Callable[[Setting, Edge, int], float] = lambda *_: 0.0  # by all devices, of the first configurations
 
 
 def sync_s(setting: Setting, layer: Layer, layout: Layout, recomputed: bool) -> Floats:
-    """t_S: the all-reduces of the gradients, by the rate of a full bucket; reduce-scatters of what is sharded."""
+    """t_S: the gradients' all-reduces, by the rate of a full bucket; reduce-scatters for sharded parameters."""
     devices, sync = setting.devices, setting.options.sync_method
     reduced = _by_rate(lambda g: sync_rate(g, devices, sync), gradients_of(setting, layer, layout), layout)
     return _by_rate(lambda g: scatter_rate(g, devices), shares_of(setting, layer, layout), layout, reduced)
@@ -230,20 +231,20 @@ def syncs(setting: Setting, layer: Layer, layout: Layout, recomputed: bool) -> l
 
 
 def gather_s(setting: Setting, layer: Layer, layout: Layout, recomputed: bool) -> Floats:
-    """The all-gathers of sharded parameters: once a step, in buckets; or a layer at a time, twice."""
+    """The all-gathers of sharded parameters: once a step, in buckets; or layer by layer, twice."""
     shares, devices, times = shares_of(setting, layer, layout), setting.devices, gathers_of(layer, layout)
     seconds = _by_rate(lambda g: gather_rate(g, devices), shares, layout)
     for i in np.flatnonzero(times > 1).tolist() if shares else ():
-        groups = Counter[GroupShape]()  # what a group gathers of a layer travels together
+        groups = Counter[GroupShape]()  # what a group gathers of a layer is sent together
         for c in shares:
-            if c.size_bytes[i]:  # else another configuration's: here nothing travels, which takes no latency either
+            if c.size_bytes[i]:  # otherwise nothing is sent in this configuration, which takes no latency either
                 groups[c.group_shapes[i]] += c.size_bytes[i]
         seconds[i] = times[i] * sum(all_gather_s(size, group, devices) for group, size in groups.items())
     return seconds
 
 
 def gathers(setting: Setting, layer: Layer, layout: Layout, recomputed: bool) -> list[tuple[Collective, float]]:
-    """The all-gathers, as often as a step has them: each sends half as much as an all-reduce."""
+    """The all-gathers of a step: each sends half as much as an all-reduce."""
     times = float(gathers_of(layer, layout)[0])
     return [(c, times / 2) for c in shares_of(setting, layer, layout)]
 

@@ -1,13 +1,13 @@
 """t_X: bytes, messages and seconds of a transfer, for all pairs of configurations of its two ends at once.
 
-A device needs a box and owns a box; the overlap of boxes is a product over dimensions. So everything that a port
-carries is a product of one-dimensional sums: what device q receives from its group is the overlap of q's box with the
-group's cells, what device p sends to its group is p's box summed over the group's cells. The one-dimensional sums
-depend only on two degrees and two ranges of cells, of which there are few patterns: they are tabulated once
-(`overlaps`) and then gathered for every pair of configurations and every device.
+A device needs a box and owns a box, and the overlap of boxes is a product over dimensions. So everything that a port
+carries is a product of one-dimensional sums: device q receives from its group the overlap of q's box with the group's
+cells, and device p sends to its group p's box summed over the group's cells. The one-dimensional sums depend only on
+two degrees and two ranges of cells, which have few patterns: they are tabulated once (`overlaps`) and then looked up
+for every pair of configurations and every device.
 
-A port takes what was measured of it, by its bytes and messages; where nobody has, bytes · beta + messages · alpha. t_X
-is the busiest port's time, or an all-gather's where the edge is one.
+A port takes its measured time for its bytes and messages, or if not measured, bytes · beta + messages · alpha. t_X is
+the busiest port's time, or an all-gather's if the edge is one.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def seconds(load: Traffic, graph: DeviceGraph, link_model: str) -> Floats:
 
 @lru_cache(maxsize=1)  # its bytes and its messages are asked for one after the other
 def traffic(edge: Edge, graph: DeviceGraph) -> Traffic:
-    """Load of moving an edge's tensor in one direction."""
+    """The traffic of moving an edge's tensor in one direction."""
     pairs, levels = edge.pairs, len(graph.levels)
     busiest, messages, total = (np.empty((*pairs, levels)) for _ in range(3))
     received_bytes = np.empty(pairs)
@@ -82,9 +82,9 @@ def traffic(edge: Edge, graph: DeviceGraph) -> Traffic:
 
 
 def port_seconds(edge: Edge, graph: DeviceGraph, watched: tuple[int, ...] | None = None) -> Floats:
-    """(C_u, C_v): `seconds(traffic(...), graph, "port")`, without the rest: what large tables are made of.
+    """(C_u, C_v): `seconds(traffic(...), graph, "port")` alone, for large tables.
 
-    With only some devices `watched` it is a lower bound: the busiest of their ports, by their own share of its load.
+    With only some devices `watched` it is a lower bound: the busiest of their ports, by their own part of its load.
     """
     slowest = np.zeros(edge.pairs)
     seen = tuple(range(graph.count)) if watched is None else watched
@@ -97,7 +97,7 @@ def port_seconds(edge: Edge, graph: DeviceGraph, watched: tuple[int, ...] | None
 
 
 def kept_bytes(edge: Edge, graph: DeviceGraph, watched: tuple[int, ...] | None = None) -> Floats:
-    """(C_u, C_v): the most that one of these devices has itself of what it needs."""
+    """(C_u, C_v): the most that one of these devices already owns of what it needs."""
     seen = tuple(range(graph.count)) if watched is None else watched
     overlaps, most = Overlaps(edge, graph, seen), np.empty(edge.pairs)
     for rows in _chunks(edge, seen):
@@ -106,10 +106,10 @@ def kept_bytes(edge: Edge, graph: DeviceGraph, watched: tuple[int, ...] | None =
 
 
 def telling_devices(graph: DeviceGraph) -> tuple[int, ...]:
-    """A few devices that are likely to be the busiest, with those that share their NICs: for quick lower bounds.
+    """A few devices that are likely to be the busiest, with those that share their NICs, for quick lower bounds.
 
-    Devices 0 and 1 have cells of nearly every configuration. N/3 is interior in every dimension when the
-    degrees are powers of two: the binary digits of 1/3 alternate, so no dimension's index is all zeros or all ones.
+    Devices 0 and 1 have cells in nearly every configuration. N/3 is interior in every dimension if the degrees are
+    powers of two: the binary digits of 1/3 alternate, so no dimension's index is all zeros or all ones.
     """
     return with_ports((0, 1, graph.count // 3), graph)
 
@@ -154,7 +154,7 @@ def _port_time(size_bytes: Floats, messages: Floats, number: int, graph: DeviceG
 
 
 def _messages(m: int, number: int, graph: DeviceGraph) -> float:
-    """The messages of ports of level `number` that a message of level `m` counts as."""
+    """How many messages of a port of level `number` one message of level `m` counts as."""
     return graph.levels[m].alpha_s / graph.levels[number].alpha_s if _curve(number, graph) is None else 1.0
 
 
@@ -201,11 +201,11 @@ def _by_port(load: Floats, share: int, watched: Sequence[int]) -> Floats:
 
 
 def transfer_s(setting: Setting, edge: Edge, directions: int, watched: tuple[int, ...] | None) -> Floats:
-    """(C_u, C_v) seconds in one direction or in both: the adjoint sends the same pieces the other way.
+    """(C_u, C_v) seconds in one direction or in both: the adjoint sends the same pieces backward.
 
-    Where the network has collectives, an all-gather is priced as one, everything else as messages. With `watched`
-    devices only (see `port_seconds`): a lower bound. What a device keeps is copied to what arrives, and its gradient
-    out of what is sent back: priced where that was measured.
+    On a network with collectives, an all-gather is priced as one, everything else as messages. With `watched` devices
+    only (see `port_seconds`): a lower bound. A device copies its own part into what it receives, and its gradient out
+    of what it sends back, which is priced if it was measured.
     """
     graph, link_model = setting.devices, setting.options.link_model
     if link_model == "sum":
@@ -242,14 +242,14 @@ def _gathers(edge: Edge, roughly: bool) -> Mask:
 
 
 def transfer_bytes(setting: Setting, edge: Edge, directions: int) -> float:
-    """All that devices send each other in all directions, of the first pair of configurations."""
+    """All that devices send each other in all directions, for the first pair of configurations."""
     return directions * float(traffic(edge, setting.devices).total_bytes[0, 0].sum())
 
 
 def gather_s(edge: Edge, columns: Ints, graph: DeviceGraph, directions: int) -> Floats:
-    """Seconds of an all-gather of what the devices need, and of the reduce-scatter back in two directions.
+    """Seconds of an all-gather of what the devices need, and for two directions of the reduce-scatter back.
 
-    Of each of these configurations of the consumer.
+    For each of these configurations of the consumer.
     """
     shapes = group_shapes(edge.needers, driven(edge), graph)
     groups = [shapes[column] for column in columns.tolist()]

@@ -1,4 +1,4 @@
-"""Types of numpy arrays; shapes are said where they are used."""
+"""Types of numpy arrays; shapes are documented where they are used."""
 
 import numpy as np
 from numpy.typing import NDArray

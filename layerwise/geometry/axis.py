@@ -1,8 +1,8 @@
-"""AxisMap: which interval of one input dimension is needed for an interval of an output (or reduction) dimension.
+"""AxisMap: the interval of an input dimension that an interval of an output (or reduction) dimension needs.
 
-Every operator here is separable: an input dimension depends on at most one dimension of the operator's iteration
-space, and an interval needs an interval. So `needs`, the function that all of layerwise follows from, is one AxisMap
-for every input dimension, and the overlap of two boxes is a product over dimensions.
+Every operator here is separable: an input dimension depends on at most one dimension of the operator's iteration space,
+and an interval needs an interval. So `needs`, the function that all of layerwise follows from, is one AxisMap for every
+input dimension, and the overlap of two boxes is a product over dimensions.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from layerwise.geometry.arrays import Ints
 class IntervalMap:
     """Output x needs inputs scale*((x*stride + first)//over) .. scale*((x*stride + last)//over + 1) - 1.
 
-    Clipped to [0, extent): positions outside are padding, which nobody has to send. nearest: what is all outside needs
-    the border, which it repeats.
+    Clipped to [0, extent): positions outside are padding, which is not sent. nearest: an interval that is fully outside
+    needs the border, which it repeats.
     """
 
     extent: int
@@ -37,7 +37,7 @@ class IntervalMap:
         border = int(self.nearest)
         start = np.minimum(np.maximum(start, 0), self.extent - border)
         stop = np.minimum(np.maximum(stop, border), self.extent)
-        stop = np.where(hi > lo, np.maximum(start, stop), start)  # nothing needs nothing
+        stop = np.where(hi > lo, np.maximum(start, stop), start)  # an empty interval needs nothing
         return start, stop
 
 
@@ -46,11 +46,11 @@ class AxisMap:
     """The interval of one input dimension that an interval of a dimension of the iteration space needs."""
 
     extent: int  # of the source dimension
-    source: int | None = None  # None: the same interval whatever the box, namely what `parts` make of [0, extent)
+    source: int | None = None  # None: a fixed interval, `parts` of [0, extent)
     parts: tuple[IntervalMap, ...] = ()  # applied one after the other
 
     def __call__(self, lo: Ints, hi: Ints) -> tuple[Ints, Ints]:
-        """Needed intervals, of the shape of `lo` and `hi`, the intervals of the source dimension."""
+        """Needed intervals, of the shape of `lo` and `hi`, which are intervals of the source dimension."""
         if self.source is None:
             lo, hi = np.zeros_like(lo), np.full_like(hi, self.extent)
         for part in self.parts:
@@ -58,7 +58,7 @@ class AxisMap:
         return lo, hi
 
     def then(self, inner: AxisMap) -> AxisMap:
-        """The composition: `inner` maps the dimension that this map yields to one further up (a view's input)."""
+        """The composition: `inner` maps this map's dimension to one further up (a view's input)."""
         if inner.source is None:
             return inner
         return AxisMap(self.extent, self.source, self.parts + inner.parts)
@@ -67,7 +67,7 @@ class AxisMap:
 def needed(maps: Sequence[AxisMap], lo: Ints, hi: Ints) -> tuple[Ints, Ints]:
     """The box of a tensor that `maps`, one a dimension, need for each box [lo, hi) of the iteration space.
 
-    lo, hi: (..., D). Returns the needed boxes' bounds, (..., len(maps)) each.
+    lo, hi: (..., D). Returns the bounds of the needed boxes, (..., len(maps)) each.
     """
     zero = np.zeros(lo.shape[:-1], np.int64)
     ends = [m(zero, zero + 1) if m.source is None else m(lo[..., m.source], hi[..., m.source]) for m in maps]
@@ -78,7 +78,7 @@ def needed(maps: Sequence[AxisMap], lo: Ints, hi: Ints) -> tuple[Ints, Ints]:
 
 
 def whole(extent: int) -> AxisMap:
-    """All of the dimension, whatever the box."""
+    """A map to the full dimension, whatever the box."""
     return AxisMap(extent)
 
 

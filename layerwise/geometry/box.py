@@ -33,13 +33,13 @@ class Box:
 
     @staticmethod
     def full(shape: Iterable[int]) -> Box:
-        """The box that is all of a tensor of this shape."""
+        """The box that covers a tensor of this shape."""
         hi = tuple(shape)
         return Box((0,) * len(hi), hi)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Extents; 0 where the box is empty in that dimension."""
+        """Extents; 0 in dimensions where the box is empty."""
         return tuple(max(h - l, 0) for l, h in zip(self.lo, self.hi, strict=True))
 
     @property
@@ -54,6 +54,6 @@ class Box:
         return all(l <= x < h for l, x, h in zip(self.lo, point, self.hi, strict=True))
 
     def slices(self, origin: Box | None = None) -> tuple[slice, ...]:
-        """Index of this box in the whole tensor, or in a buffer that holds the box `origin`."""
+        """The index of this box in the full tensor, or in a buffer that holds the box `origin`."""
         base = origin.lo if origin else (0,) * len(self.lo)
         return tuple(slice(l - b, h - b) for l, h, b in zip(self.lo, self.hi, base, strict=True))

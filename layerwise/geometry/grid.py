@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import product
+from itertools import count, product
 from math import prod
+from threading import Lock
 
 import numpy as np
 
@@ -14,31 +15,85 @@ from layerwise.arguments import checked_values
 from layerwise.geometry.arrays import Ints
 from layerwise.geometry.box import Box
 
+WEIGHTED = 1 << 24  # from here on a number of cells stands for cells of unequal size; see `cut`
+
+
+@dataclass(frozen=True, slots=True)
+class _Weighted:
+    weights: tuple[int, ...]  # of the cells
+    only: int | None  # a cell by itself
+
+
+_CUTS: dict[int, _Weighted] = {}
+_NUMBERS: dict[_Weighted, int] = {}
+_LOCK, _NEXT = Lock(), count(1)
+
+
+def cut(weights: tuple[int, ...], only: int | None = None) -> int:
+    """The number by which arrays of degrees name cells in proportion to these weights, or one such cell by itself.
+
+    It is the number of cells where they are equal, as everywhere; else a larger one, of which `degree_of` is that.
+    """
+    if only is None and len(set(weights)) == 1:
+        return len(weights)
+    key = _Weighted(weights, only)
+    with _LOCK:
+        if key not in _NUMBERS:
+            number = len(weights) + WEIGHTED * next(_NEXT)
+            _CUTS[number], _NUMBERS[key] = key, number
+        return _NUMBERS[key]
+
+
+def one_cell(number: int, only: int) -> int:
+    """The number of one of the cells that a number stands for."""
+    return cut(_CUTS[number].weights if number >= WEIGHTED else (1,) * number, only)
+
+
+def degree_of(numbers: Ints) -> Ints:
+    """How many cells each of these stands for."""
+    return numbers % WEIGHTED
+
 
 @lru_cache(maxsize=65536)
 def boundaries(extent: int, degree: int, unit: int = 1) -> Ints:
     """The degree + 1 boundaries of the cells of one dimension: cell i is [b[i], b[i+1]).
 
-    The m = extent / unit units are cut by `chunks`. Where that would leave a cell empty (which takes a factor of 3 or
-    more), the cells are balanced instead: b[i] = unit * (m * i // degree). No cell is empty while degree <= m, and the
-    largest one has ceil(m / degree) units. `unit` is the granularity of a dimension that was merged by a reshape: cells
-    end only where they are boxes before the merge.
+    `chunks` cuts the m = extent / unit units. If that would leave a cell empty (which takes a factor of 3 or more), the
+    cells are balanced instead: b[i] = unit * (m * i // degree). No cell is empty while degree <= m, and the largest has
+    ceil(m / degree) units. `unit` is the granularity of a dimension that a reshape has merged: cells end only where
+    they are boxes before the merge. A `cut` makes cells of unequal size; for a single cell they are its two ends.
     """
     assert extent % unit == 0, f"extent {extent} is not a multiple of unit {unit}"
-    length = extent // unit
-    ends = chunks(length, degree)
-    if (np.diff(ends) == 0).any():
-        ends = length * np.arange(degree + 1, dtype=np.int64) // degree
+    length, unequal = extent // unit, _CUTS.get(degree)
+    if unequal is not None:
+        ends = in_proportion(length, unequal.weights)
+        ends = ends if unequal.only is None else ends[unequal.only : unequal.only + 2]
+    else:
+        ends = chunks(length, degree)
+        if (np.diff(ends) == 0).any():
+            ends = length * np.arange(degree + 1, dtype=np.int64) // degree
     result: Ints = unit * ends
     result.setflags(write=False)
     return result
 
 
-def chunks(length: int, degree: int) -> Ints:
-    """The degree + 1 boundaries of the parts of a dimension of a DTensor whose mesh has the degree's prime factors.
+def in_proportion(length: int, weights: tuple[int, ...]) -> Ints:
+    """The boundaries of cells whose lengths are as these weights, to the nearest whole number but at least 1."""
+    if len(set(weights)) == 1:
+        return boundaries(length, len(weights))
+    degree, upto = len(weights), np.insert(np.cumsum(np.array(weights, np.int64)), 0, 0)
+    ends = (2 * length * upto + upto[-1]) // (2 * upto[-1])
+    steps = np.arange(degree + 1)
+    ends = np.maximum.accumulate(ends - steps) + steps  # each cell has one
+    result: Ints = np.minimum(ends, length - degree + steps)
+    return result
 
-    Each factor in turn, the smallest first, cuts as torch.chunk does: into parts of ceil(length / factor), the last one
-    shorter. Some may be empty.
+
+def chunks(length: int, degree: int) -> Ints:
+    """The degree + 1 boundaries of a DTensor's shards along a dimension, on a mesh of the degree's prime factors.
+
+    Each factor in turn, smallest first, cuts like torch.chunk: into parts of ceil(length / factor), with a shorter last
+    one. Some may be empty.
     """
     ends = np.array([0, length], np.int64)
     for factor in prime_factors(degree):
@@ -50,16 +105,16 @@ def chunks(length: int, degree: int) -> Ints:
 
 @lru_cache(maxsize=65536)
 def nests(length: int, degree: int, split: int) -> bool:
-    """True if `degree * split` cells of a dimension of that many units are those of `degree`, each cut once more.
+    """True if `degree * split` cells of a dimension of that many units are those of `degree`, each cut again.
 
-    So it is with powers of two, and where the degree divides the length.
+    That holds for powers of two, and if the degree divides the length.
     """
     return bool(np.array_equal(boundaries(length, degree * split)[::split], boundaries(length, degree)))
 
 
 @lru_cache
 def prime_factors(number: int) -> tuple[int, ...]:
-    """Ascending; () of 1."""
+    """The prime factors in ascending order; () for 1."""
     factors, factor = [], 2
     while number > 1:
         while number % factor == 0:
@@ -75,9 +130,9 @@ class Grid:
     """The boxes into which a tensor is cut. Cells are numbered in row-major order.
 
     Attributes:
-        shape: Extents of the tensor.
-        degrees: How often each dimension is cut.
-        units: What each dimension is cut in multiples of (1 where nothing is said).
+        shape: Shape of the tensor.
+        degrees: The number of parts of each dimension.
+        units: The granularity of cuts in each dimension (default: 1).
 
     Examples:
         >>> [box.shape for box in Grid((5, 4), (2, 1))]

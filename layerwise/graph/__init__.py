@@ -1,5 +1,5 @@
-"""Layers and their graph: what a network is, however it was handed in.
+"""Layers and their graph: a network, in whatever form it was handed in.
 
-`layer` and `layer_graph` are the two types, `builder` makes them, `fuse` fuses, `digest` is what a plan knows a graph
-by. It knows `ops`, and nothing of PyTorch's or ONNX's programs.
+`layer` and `layer_graph` are the two types, `builder` creates them, `fuse` fuses, `digest` identifies a graph for
+plans. It knows `ops`, and nothing of PyTorch's or ONNX's programs.
 """

@@ -1,4 +1,4 @@
-"""GraphBuilder: what importers make a LayerGraph with."""
+"""GraphBuilder: builds a LayerGraph for importers."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ SINK = "outputs"  # the name of the sink
 
 
 class GraphBuilder:
-    """Collects layers in topological order; importers talk to this."""
+    """Collects layers in topological order, for importers."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.traced = "cpu"  # the device type that the model's own element types are of
-        self.autocast: Regions = ()  # around the layers that are added now
-        self.parameters: Collection[str] = ()  # of the model, which may be layers of these names: no operator has one
+        self.traced = "cpu"  # the device type that the model's own element types belong to
+        self.autocast: Regions = ()  # the autocast regions of the layers being added
+        # the model's parameters, which may be layers: no operator may have their names
+        self.parameters: Collection[str] = ()
         self._layers: dict[str, Layer] = {}
 
     def input(self, name: str, spec: TensorSpec) -> str:
-        """A tensor that the data loader feeds. Returns the layer's name."""
+        """Adds a tensor that the data loader feeds. Returns the layer's name."""
         return self.add(name, Input(spec), ())
 
     def tied(self, name: str, spec: TensorSpec) -> str:
-        """A parameter used more than once; name it in `add(parameters=...)` of each use."""
+        """Adds a parameter that is used more than once; name it in `add(parameters=...)` of each use."""
         return self.add(name, Tied(spec), ())
 
     def spec(self, name: str) -> TensorSpec:
-        """Output of a layer added before."""
+        """The output of a layer added before."""
         return self._layers[name].out
 
     def add(
@@ -48,10 +49,10 @@ class GraphBuilder:
         weights: str | None = None,
         computed: Collection[int] = (),
     ) -> str:
-        """Adds `op` on the named layers. Returns the layer's name (made unique). Shapes are checked here.
+        """Adds `op` on the named layers, and checks shapes. Returns the layer's name (made unique).
 
-        weights: the element type of its parameters, where that is known. computed: which of them are made by the layers
-        of these names, as with weight norm.
+        weights: the element type of its parameters, if known. computed: the parameters that layers of these names
+        compute, as with weight norm.
         """
         specs = tuple(self._layers[i].out for i in inputs)
         sources = {i: self._layers[p] for i, p in enumerate(parameters) if p in self._layers}
@@ -66,13 +67,13 @@ class GraphBuilder:
         for i in computed:
             own, made = layer.space.parameters[i].shape, sources[i].out
             if own != made.shape:
-                raise LayerwiseError(f"its parameter of shape {own} is computed, with shape {made.describe()}")
+                raise LayerwiseError(f"its parameter has shape {own}, but is computed with shape {made.describe()}")
         types = self._types(layer, weights)
         self._layers[unique] = layer if types is None else replace(layer, types=types)
         return unique
 
     def _types(self, layer: Layer, weights: str | None) -> Types | None:
-        """Element types of the one stage that it has; None where the operator says them by itself."""
+        """The element types of its single stage; None if the operator determines them itself."""
         sources = [self._layers[name] for name in layer.inputs[: len(layer.specs)]]
         types = types_of(layer.op, sources) or layer.all_types
         if layer.role is Role.COMPUTE and weights is not None:
@@ -84,7 +85,9 @@ class GraphBuilder:
         return None if types == layer.all_types else types
 
     def finish(self, outputs: Sequence[str]) -> LayerGraph:
-        """Closes the graph with the sink. Left out is what no output needs, nor what remembers what it is given."""
+        """Closes the graph with the sink. Layers that no output needs are dropped, unless they have
+        running statistics.
+        """
         if not outputs:
             raise LayerwiseError(f"model {self.name!r} has no tensor output")
         needed = {*outputs, *(layer.name for layer in self._layers.values() if layer.op.remembers)}

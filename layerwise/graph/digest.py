@@ -1,4 +1,4 @@
-"""The digest of a graph, by which a plan knows what it was made for."""
+"""The digest of a graph, by which a plan identifies the graph that it was made for."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Fusing: a layer is one operator with its views before it and its element-wise epilogue after it.
+"""Fusing: a layer becomes one operator with its views before it and its element-wise epilogue after it.
 
-Four rewrites, in this order, each leaving the network's function as it is:
+Four rewrites, in this order, which do not change the network's function:
 1. element-wise operators without parameters move in front of a reshape or transpose (they commute);
 2. concats that begin alike share the common beginning (DenseNet then reduces to K = 2 instead of K = 118);
-3. an element-wise operator joins the epilogue of the producer whose only consumer it is;
+3. an element-wise operator joins the epilogue of its producer, if it is the producer's only consumer;
 4. a view joins its only consumer.
 """
 
@@ -26,13 +26,13 @@ from layerwise.ops.tensor.view import Expand, Permute, Reshape
 
 @checked
 def fuse(graph: LayerGraph) -> LayerGraph:
-    """Returns the same network in as few layers as possible; names are those of the leading operators.
+    """Returns the same network in as few layers as possible; each has the name of its leading operator.
 
     Args:
-        graph: A network as it was imported. It stays as it is.
+        graph: A network as imported. It is not changed.
 
     Returns:
-        The network with element-wise operators in the layers that they follow.
+        The network with element-wise operators fused into the layers before them.
 
     Examples:
         >>> import layerwise
@@ -44,17 +44,17 @@ def fuse(graph: LayerGraph) -> LayerGraph:
 
 
 def _hoist(graph: LayerGraph) -> LayerGraph:
-    """x -> view -> f becomes x -> f -> view, where f is element-wise without parameters: f can then follow x."""
+    """x -> view -> f becomes x -> f -> view, if f is element-wise without parameters: f can then follow x."""
     uses = Counter(source for layer in graph.layers for source in layer.inputs)
     layers: dict[str, Layer] = {}
-    last: dict[str, str] = {}  # f that moved -> the view that its users now read
+    last: dict[str, str] = {}  # f that moved -> the view that its consumers now read
     for layer in (_renamed(layer, last) for layer in graph.layers):
         views = _views_before(layer, layers, uses)
         if views:
             first = views[-1]
             moved = replace(layer, inputs=first.inputs, specs=first.specs)
             layers[moved.name] = moved
-            for view in reversed(views):  # after f, each in its order: what reads them comes later still
+            for view in reversed(views):  # in their order after f; their consumers come later still
                 del layers[view.name]
                 moved = replace(view, inputs=(moved.name,), specs=(moved.out,), types=types_of(view.op, (moved,)))
                 layers[moved.name] = moved
@@ -66,7 +66,7 @@ def _hoist(graph: LayerGraph) -> LayerGraph:
 
 
 def _views_before(f: Layer, layers: dict[str, Layer], uses: Counter[str]) -> list[Layer]:
-    """The views that `f` can move in front of, the nearest first: used by nothing else, nor is what they show."""
+    """The views that `f` can move in front of, nearest first: nothing else uses them or what they show."""
     views: list[Layer] = []
     if f.op.elementwise:
         view = layers[f.inputs[0]]
@@ -82,11 +82,11 @@ def _views_before(f: Layer, layers: dict[str, Layer], uses: Counter[str]) -> lis
 def nest_concats(graph: LayerGraph) -> LayerGraph:
     """cat(a, b, c) beside cat(a, b) or cat(a, b, d) becomes cat(cat(a, b), c).
 
-    Only the longest beginnings that are shared are nested: a nested concat copies its elements once more, and where
-    nothing is shared it makes the graph no easier to eliminate.
+    Only the longest shared beginnings are nested: a nested concat copies its elements again, and without sharing the
+    graph is no easier to eliminate.
     """
-    number: dict[tuple[int, str], int] = {}  # (a beginning, the input after it) -> the beginning that they make
-    beginnings: dict[str, list[int]] = {}  # of each concat, shortest first; as a tree, whose branches are numbered
+    number: dict[tuple[int, str], int] = {}  # (a beginning, the next input) -> the longer beginning
+    beginnings: dict[str, list[int]] = {}  # of each concat, shortest first: a tree with numbered branches
     shared: Counter[int] = Counter()
     for layer in graph.layers:
         if isinstance(layer.op, Concat):
@@ -125,11 +125,11 @@ def nest_concats(graph: LayerGraph) -> LayerGraph:
 
 
 def _join(graph: LayerGraph) -> LayerGraph:
-    """Element-wise operators join their producers, then views their consumers."""
+    """Joins element-wise operators to their producers, then views to their consumers."""
     users = graph.consumers()
     order = {layer.name: i for i, layer in enumerate(graph.layers)}
-    leader: dict[str, str] = {}  # of each layer, the layer whose group it is in
-    members: dict[str, list[tuple[Layer, int]]] = {}  # the epilogue, and the slot of the running result
+    leader: dict[str, str] = {}  # layer -> the leader of its group
+    members: dict[str, list[tuple[Layer, int]]] = {}  # the epilogue, with the slot of the running result
     tail: dict[str, str] = {}  # leader -> the last member, whose output is the group's
     for layer in graph.layers:
         slot = _producer(layer, graph, users, order)
@@ -139,7 +139,7 @@ def _join(graph: LayerGraph) -> LayerGraph:
             members.setdefault(head, []).append((layer, slot))
     renamed = {tail[head]: head for head in tail}
 
-    chains: dict[str, tuple[Op, ...]] = {}  # view absorbed by its consumer -> the chain up to the producer
+    chains: dict[str, tuple[Op, ...]] = {}  # absorbed view -> the chain up to the producer
     origin: dict[str, str] = {}
     for layer in graph.layers:
         if layer.op.view and len(users[layer.name]) == 1 and not (isinstance(layer.op, Expand) and layer.op.samples):
@@ -149,7 +149,7 @@ def _join(graph: LayerGraph) -> LayerGraph:
                 origin[layer.name] = origin.get(source, source)
 
     result: dict[str, Layer] = {}
-    # A group stands where its last member stood: by then all that any member needs has been computed.
+    # A group takes its last member's place in the order: by then everything that a member needs is computed.
     for head in sorted(tail, key=lambda name: order[tail[name]]):
         if head in chains:
             continue
@@ -158,9 +158,9 @@ def _join(graph: LayerGraph) -> LayerGraph:
 
 
 def _producer(layer: Layer, graph: LayerGraph, users: dict[str, list[str]], order: dict[str, int]) -> int | None:
-    """The slot whose producer `layer` can follow: used by nothing else, same shape at any batch, same autocast.
+    """The slot whose producer `layer` can follow: no other consumer, the same shape at any batch, the same autocast.
 
-    The latest such.
+    If there are several, the latest.
     """
     if not layer.op.pointwise:
         return None
@@ -169,7 +169,7 @@ def _producer(layer: Layer, graph: LayerGraph, users: dict[str, list[str]], orde
         for i, source in enumerate(layer.inputs[: len(layer.specs)])
         if len(users[source]) == 1
         and graph[source].out.shape == layer.out.shape
-        and graph[source].out.index("n") == layer.out.index("n")  # alike at a batch of one may be others at another
+        and graph[source].out.index("n") == layer.out.index("n")  # alike at a batch of one may differ at another
         and not graph[source].op.view
         and graph[source].role is Role.COMPUTE
         and graph[source].autocast == layer.autocast
@@ -186,7 +186,7 @@ def _grouped(
     renamed: dict[str, str],
     done: dict[str, Layer],
 ) -> Layer:
-    """One layer out of a leader, its epilogue and the views of all their inputs."""
+    """One layer from a leader, its epilogue and the views of all their inputs."""
     inputs = list(head.inputs[: len(head.specs)])
     tied_inputs = list(head.inputs[len(head.specs) :])
     parameters, tied, joined = list(head.parameters), list(head.tied), []

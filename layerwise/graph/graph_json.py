@@ -1,6 +1,6 @@
-"""A LayerGraph as JSON: the written-down graphs of the built-in networks (`models/graphs`), a line a layer.
+"""A LayerGraph as JSON: the stored graphs of the built-in networks (`models/graphs`), a line for each layer.
 
-Only what cannot be inferred is written: shapes follow from those of the inputs, and defaults are left out.
+Only what cannot be inferred is written: shapes follow from the inputs', and defaults are left out.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ NAMES = ("inputs", "parameters", "frozen")  # of a layer
 
 
 def write(graph: LayerGraph) -> str:
-    """The text. Raises LayerwiseError for a graph that `read` would not give back: of other operators or types."""
+    """Returns the text. Raises LayerwiseError if `read` could not restore the graph: other operators or types."""
     rows = [json.dumps(_layer(layer), separators=(",", ":")) for layer in graph.layers]
     text = "\n".join(['{"name":' + json.dumps(graph.name) + ',"layers":[', ",\n".join(rows), "]}", ""])
     if read(text, graph.name) != graph:
-        raise LayerwiseError(f"the graph of {graph.name!r} has more to it than layers, operators and parameters")
+        raise LayerwiseError(f"the graph of {graph.name!r} contains more than layers, operators and parameters")
     return text
 
 
 def read(text: str, where: str) -> LayerGraph:
-    """The graph that `write` was given; `where` is how errors call the text."""
+    """Returns the graph from `write`'s text; `where` names the text in errors."""
     value = parse_json(text, where)
     try:
         done: dict[str, Layer] = {}
@@ -60,7 +60,7 @@ def read(text: str, where: str) -> LayerGraph:
 
 def _layer(layer: Layer) -> dict[str, object]:
     if layer.op.kind not in OPERATORS:
-        raise LayerwiseError(f"layer {layer.name!r}: {layer.op.kind} has no form in JSON yet: add it to OPERATORS")
+        raise LayerwiseError(f"layer {layer.name!r}: {layer.op.kind} cannot be written as JSON: add it to OPERATORS")
     named = {name: value for name in (*NAMES, "tied") if (value := getattr(layer, name))}
     return {"name": layer.name, "op": {"kind": layer.op.kind, **dict(_attributes(layer.op))}, **named}
 
@@ -79,7 +79,7 @@ def _operator(row: Mapping[str, object]) -> Op:
 
 
 def _plain(value: object) -> object:
-    """Lists are tuples; what has members is a tensor."""
+    """Lists become tuples, objects TensorSpecs."""
     if isinstance(value, Mapping):
         return TensorSpec(**{name: _plain(member) for name, member in value.items()})  # type: ignore[arg-type]
     return tuple(map(_plain, value)) if isinstance(value, list) else value

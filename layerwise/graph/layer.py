@@ -1,4 +1,4 @@
-"""Layer: an operator with its views before it and its epilogue after it, in its place in a network."""
+"""Layer: an operator with its views and its epilogue, in its place in a network."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class StageGradients(NamedTuple):
-    """Facts of a stage's backward pass: `inputs`, it makes a gradient of what it reads; `result`, it receives one."""
+    """A stage's backward pass: `inputs`: it computes gradients of its inputs; `result`: it receives one."""
 
     inputs: bool
     result: bool
@@ -33,16 +33,16 @@ class Layer:
     """One operator, with its fused epilogue, at given shapes.
 
     Attributes:
-        name: Unique in its graph.
-        op: What it computes.
-        inputs: The layers that feed it: the operator's inputs, then parameters that others use, too.
-        specs: The operator's own inputs.
-        parameters: The model's names of the operator's parameters, in the operator's order.
+        name: Name, unique in its graph.
+        op: The operator.
+        inputs: The layers that feed it: the operator's inputs, then shared parameters.
+        specs: Specs of the operator's own inputs.
+        parameters: The model's names for the operator's parameters, in the operator's order.
         tied: Which of the parameters are edges: inputs[len(specs) + i] feeds parameter tied[i].
         epilogue: Names of the operators fused into it, in order.
-        frozen: Which of `parameters` are not trained (of a Tied, its own name).
-        types: Element types, where they are others than the operators say by themselves (see `graph.mixed`).
-        autocast: The model's own autocast regions that it is computed in.
+        frozen: The names in `parameters` (for a Tied: its own name) that are not trained.
+        types: Element types, if they differ from those that the operators determine (see `graph.mixed`).
+        autocast: The model's own autocast regions around it.
         space: Dimensions, parameters and work, shared by all layers of equal operator and shapes.
         stages: The main operator, then the epilogue.
 
@@ -105,39 +105,39 @@ class Layer:
 
     @property
     def kinds(self) -> str:
-        """`conv+batch_norm+relu`: what it is made of, for people."""
+        """`conv+batch_norm+relu`: its operators, for display."""
         return "+".join(stage.label for stage in self.stages)
 
     @property
     def whole(self) -> bool:
-        """True if nothing is known of its operator but what it makes, so that it is not split."""
+        """True if only its operator's results are known, so that it is not split."""
         return isinstance(self.main, TorchOp) and not self.main.free
 
     @property
     def end(self) -> bool:
-        """True if nothing is chosen here: data comes in, a constant is made, or outputs go."""
+        """True if it has no configuration to choose: an input, a constant or the sink."""
         return self.role in (Role.INPUT, Role.CONSTANT, Role.SINK)
 
     @property
     def trains(self) -> bool:
-        """True if a gradient is made of any of its parameters."""
+        """True if any of its parameters gets a gradient."""
         if self.role is Role.TIED:
             return self.name not in self.frozen
         return any(p.trainable for p in self.space.parameters)
 
     @property
     def remembered(self) -> list[tuple[str, Parameter, str]]:
-        """The running statistics, to which training writes: the model's name, the description, the element type."""
+        """The running statistics that training updates: the model's name, the description, the element type."""
         rows: list[tuple[str, Parameter, str]] = []
         for dtype, stage in zip(self.all_types.parameters, self.stages, strict=True):
             here = zip(self.parameters[stage.parameters], self.space.parameters[stage.parameters], strict=True)
-            own = (p.trainable for p in stage.space.parameters)  # also where the layer's is frozen
+            own = (p.trainable for p in stage.space.parameters)  # even if the layer's are frozen
             if stage.op.remembers:
                 rows += [(name, p, dtype) for (name, p), trains in zip(here, own, strict=True) if not trains]
         return rows
 
     def gradients(self, flows: Sequence[bool]) -> tuple[StageGradients, ...]:
-        """The gradients that each stage makes. flows: whether one is wanted of each of the layer's inputs."""
+        """The gradients that each stage computes. flows: whether each of the layer's inputs needs one."""
         made: list[StageGradients] = []
         for stage in self.stages:
             inputs = any(flows[stage.inputs]) or (stage.epilogue and made[-1].result)
@@ -148,7 +148,7 @@ class Layer:
     def held(self) -> list[tuple[str, Parameter, int]]:
         """The parameters that live in this layer: the model's name, the description, and the bytes an element.
 
-        A tied parameter lives in the layer that is its source, not in those that use it.
+        A tied parameter lives in its own source layer, not in those that use it.
         """
         if self.role is Role.TIED:
             trainable = self.out.differentiable and self.trains
@@ -159,12 +159,12 @@ class Layer:
         return [row for i, row in enumerate(rows) if i not in self.tied]
 
     def own_parameters(self) -> list[tuple[str, Parameter]]:
-        """As `held`, without the bytes."""
+        """`held` without the bytes."""
         return [(name, parameter) for name, parameter, _ in self.held()]
 
 
 @lru_cache(maxsize=65536)
 def _untrained(where: Space, which: tuple[int, ...]) -> Space:
-    """The space with parameters that are not trained. Cached, as `space` is: what is priced by space is shared."""
+    """The space with parameters that are not trained. Cached like `space`, so that prices by space are shared."""
     parameters = (replace(p, trainable=p.trainable and i not in which) for i, p in enumerate(where.parameters))
     return replace(where, parameters=tuple(parameters))

@@ -1,4 +1,4 @@
-"""LayerGraph: the computation graph that is planned, priced and run."""
+"""LayerGraph: the computation graph to plan, price and run."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 @checked
 @dataclass(frozen=True)
 class LayerGraph:
-    """A network: its layers in topological order (a walk is a pass over them), the last of which is the outputs' sink.
+    """A network: its layers in topological order; the last is the sink of the outputs.
 
     Attributes:
         layers: The layers.
-        name: For people.
-        differentiated: Inputs whose gradient is wanted, beside those of parameters.
-        unseen: What the model does and its layers do not, a phrase each.
-        folded: Buffers whose values its layers go by, as they were when it was imported.
-        mixed: Whether the layers' types are those of a run or of a plan (see `graph.mixed`).
+        name: Name, for display.
+        differentiated: Inputs that need a gradient, beside the parameters.
+        unseen: Phrases for what the model does but its layers do not.
+        folded: Buffers whose values at import its layers depend on.
+        mixed: Whether `graph.mixed` has set the layers' types.
         by_name: The layers by their names.
 
     Examples:
@@ -59,12 +59,12 @@ class LayerGraph:
 
     @property
     def batch(self) -> int:
-        """Samples a step."""
+        """The number of samples in a step."""
         return self.layers[-1].out.shape[0]
 
     @property
     def inner(self) -> tuple[Layer, ...]:
-        """The layers whose configuration is chosen: all but what is fed, constant, or the sink."""
+        """The layers that have a configuration to choose: all but inputs, constants and the sink."""
         return tuple(layer for layer in self.layers if not layer.end)
 
     def edges(self) -> Iterator[tuple[str, str, int]]:
@@ -74,7 +74,7 @@ class LayerGraph:
                 yield source, layer.name, slot
 
     def consumers(self) -> dict[str, list[str]]:
-        """The layers that use each layer's output (once a use), by its name."""
+        """For each layer, the layers that use its output (once for each use)."""
         uses: dict[str, list[str]] = {layer.name: [] for layer in self.layers}
         for source, target, _ in self.edges():
             uses[source].append(target)
@@ -87,17 +87,17 @@ class LayerGraph:
         )
 
     def to_networkx(self, strategy: Mapping[str, object] | None = None) -> nx.MultiDiGraph[str]:
-        """The graph for networkx: to look at in other programs, and for algorithms that are no pass over its layers.
+        """The graph for networkx: for other programs, and for algorithms beyond a pass over the layers.
 
         Args:
-            strategy: of a plan, by the layers' names; each layer then has its configuration as text, too.
+            strategy: A plan's configurations by layer name; each node then has its configuration as text.
 
         Returns:
-            A node a layer, an edge a use, keyed by the consumer's slot. Their attributes are text and numbers, which
-            every writer of networkx takes: of a node `kind`, `shape`, `dtype`, `parameters` (elements that are trained)
-            and `configuration`; of an edge the `shape` and `dtype` of what is read.
+            A node for each layer, an edge for each use, keyed by the consumer's slot. Attributes are text and numbers,
+            which all of networkx's writers accept: a node has `kind`, `shape`, `dtype`, `parameters` (number of trained
+            elements) and `configuration`; an edge has the `shape` and `dtype` of what is read.
         """
-        import networkx as nx  # takes a fifth of what `layerwise search` needs to begin
+        import networkx as nx  # a fifth of the start-up time of `layerwise search`
 
         graph: nx.MultiDiGraph[str] = nx.MultiDiGraph(name=self.name)
         for layer in self.layers:
@@ -113,7 +113,9 @@ class LayerGraph:
 
     @cached_property
     def losses(self) -> dict[str, Literal["mean", "sum"]]:
-        """The layers that give a number of each sample, and what the loss is of them; also losses scaled and added."""
+        """The layers that give a number for each sample, and the reduction of the loss; includes losses scaled and
+        added.
+        """
         found: dict[str, Literal["mean", "sum"]] = {}
         for layer in self.layers:
             followed = (found[source] for source in layer.inputs if source in found and not layer.end)
@@ -124,7 +126,9 @@ class LayerGraph:
 
     @cached_property
     def returned(self) -> frozenset[str]:
-        """The layers that an output depends on. The others are there for what they remember (see `Op.remembers`)."""
+        """The layers that an output depends on. The others are there for their running statistics
+        (see `Op.remembers`).
+        """
         names = {self.layers[-1].name}
         for layer in reversed(self.layers):
             if layer.name in names:
@@ -133,17 +137,17 @@ class LayerGraph:
 
     @cached_property
     def unfed(self) -> frozenset[str]:
-        """The layers that depend on parameters and constants only: tied parameters, position tables."""
+        """The layers that depend only on parameters and constants: tied parameters, position tables."""
         names = set[str]()
         for layer in self.layers:
-            alone = all(stage.statistics() is None for stage in layer.stages)  # it needs nothing of other devices
+            alone = all(stage.statistics() is None for stage in layer.stages)  # it needs nothing from other devices
             if layer.role in (Role.CONSTANT, Role.TIED) or (alone and layer.inputs and names.issuperset(layer.inputs)):
                 names.add(layer.name)
         return frozenset(names)
 
     @cached_property
     def has_gradient(self) -> dict[str, bool]:
-        """By layer, true if a gradient flows back to its output."""
+        """For each layer, True if a gradient flows back to its output."""
         result: dict[str, bool] = {}
         for layer in self.layers:
             wanted = layer.trains or layer.name in self.differentiated
@@ -152,21 +156,21 @@ class LayerGraph:
         return result
 
     def differentiates(self, layer: Layer) -> bool:
-        """True if a layer computes something that a gradient flows back through."""
+        """True if a gradient flows back through something that the layer computes."""
         return layer.role is Role.COMPUTE and self.has_gradient[layer.name]
 
     def flows_back(self, layer: Layer) -> tuple[bool, ...]:
-        """A flag for each of a layer's inputs: true if the layer sends a gradient back to it."""
+        """For each of a layer's inputs, True if the layer sends a gradient back to it."""
         goes_on = self.has_gradient[layer.name] or layer.role is Role.SINK
         return tuple(goes_on and self.has_gradient[name] for name in layer.inputs)
 
     def gradients(self, layer: Layer) -> tuple[StageGradients, ...]:
-        """The gradients that each stage of a layer makes."""
+        """The gradients that each stage of a layer computes."""
         return layer.gradients(self.flows_back(layer))
 
     @cached_property
     def dtype(self) -> str:
-        """The element type of the model: of what its weights are multiplied with, else of its first numbers."""
+        """The model's element type: of the first operands of its weights, else of its first numbers."""
         for weighted in (True, False):
             for layer in self.layers:
                 main = layer.stages[0]
@@ -182,7 +186,7 @@ class LayerGraph:
 
     @cached_property
     def unreached(self) -> frozenset[str]:
-        """Parameters to which no gradient comes back, as none goes through a detach. Of a graph that is not fused."""
+        """The parameters of an unfused graph that get no gradient, as none passes a detach."""
         reached: set[str] = set()
         for layer in reversed(self.layers):
             passes = layer.out.differentiable and not layer.op.detaches
@@ -193,7 +197,7 @@ class LayerGraph:
         return frozenset(name for layer, name, p in held if p.trainable or name in layer.frozen)
 
     def freeze(self, names: Collection[str]) -> LayerGraph:
-        """The network with the parameters `names`, and no others, not trained."""
+        """The network with the parameters `names`, and no others, frozen."""
         layers = []
         for layer in self.layers:
             held = (layer.name,) if layer.role is Role.TIED else layer.parameters
@@ -207,9 +211,9 @@ class LayerGraph:
         return replace(self.freeze(held), differentiated=frozenset())
 
     def rebatch(self, batch: int) -> LayerGraph:
-        """The network with `batch` samples: shapes are inferred anew from the inputs."""
+        """The network with `batch` samples: shapes are inferred again from the inputs."""
         if batch < 1:
-            raise LayerwiseError(f"the global batch must be at least 1, not {batch}")
+            raise LayerwiseError(f"the global batch is {batch}, but must be at least 1")
         if batch == self.batch:
             return self
         done: dict[str, Layer] = {}

@@ -1,7 +1,7 @@
-"""Mixed precision: the element types of a network's tensors where autocast computes in 16 bits.
+"""Mixed precision: the element types of a network's tensors if autocast computes in 16 bits.
 
-PyTorch chooses them by operator, device type and version (https://pytorch.org/docs/stable/amp.html), so the kernels
-themselves are asked: each runs once, on tensors that have shapes and types but no values. No device is needed for that.
+PyTorch chooses them by operator, device type and version (https://pytorch.org/docs/stable/amp.html), so layerwise asks
+the kernels: each runs once, on tensors with shapes and types but no values, for which no device is needed.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ KEEPING = frozenset({"relu", "leaky_relu", "tanh", "hardtanh", "add"})  # functi
 
 
 def mixed(graph: LayerGraph, autocast: str | None, device: str, dtype: str | None = None) -> LayerGraph:
-    """The network with the types that its tensors have under autocast; parameters and their gradients keep theirs.
+    """The network with its tensors' types under autocast; parameters and their gradients keep theirs.
 
-    The model's own `torch.autocast` regions go before the one around its call. A network that has been through here
-    keeps its types, and so does one without either.
+    The model's own `torch.autocast` regions override the one around its call. A network without either, or one that
+    this function has returned, keeps its types.
 
-    autocast: of the one around the call, "bfloat16", "float16", None; device: "cpu" or "cuda", which differ; dtype:
-    what the model's own element type is in the run (default: what it is in the graph).
+    autocast: of the region around the call: "bfloat16", "float16" or None; device: "cpu" or "cuda", which differ;
+    dtype: the run's type for the model's own element type (default: the graph's).
     """
     if graph.mixed or (autocast is None and not any(layer.autocast for layer in graph.layers)):
         return graph
@@ -70,7 +70,7 @@ def mixed(graph: LayerGraph, autocast: str | None, device: str, dtype: str | Non
 
 
 def types_of(op: Op, sources: Sequence[Layer]) -> Types | None:
-    """The types of an operator without autocast and without parameters; None where it says them by itself."""
+    """The types of an operator without autocast and parameters; None if it determines them itself."""
     if op.role is not Role.COMPUTE or all(source.types is None for source in sources):
         return None
     made = space(op, tuple(source.out for source in sources)).out.dtype
@@ -81,9 +81,9 @@ def types_of(op: Op, sources: Sequence[Layer]) -> Types | None:
 
 @lru_cache(maxsize=65536)
 def made_by(op: Op, specs: tuple[TensorSpec, ...], weights: str, autocast: str | None, device: str) -> str:
-    """The element type of what an operator makes of inputs `specs` and parameters of type `weights`.
+    """The element type of an operator's result, for inputs `specs` and parameters of type `weights`.
 
-    autocast: None: it is turned off.
+    autocast: None: autocast is off.
     """
     where = space(op, specs)
     if not where.out.differentiable:
@@ -100,7 +100,7 @@ def made_by(op: Op, specs: tuple[TensorSpec, ...], weights: str, autocast: str |
     def empty(box: Box, dtype: str) -> torch.Tensor:
         return torch.empty(box.shape, dtype=getattr(torch, dtype), device=device)
 
-    # Without gradients: where PyTorch has no CUDA, it ends the process when it makes one of CUDA's.
+    # Without gradients: a PyTorch without CUDA would end the process on a CUDA tensor with gradients.
     with torch.no_grad(), FakeTensorMode(), _autocast(device, None if autocast is None else getattr(torch, autocast)):
         inputs = [empty(box, spec.dtype) for box, spec in zip(needs, specs, strict=True)]
         parameters = {p.name: empty(needed_box(p.maps, cell), weights) for p in where.parameters}
@@ -112,9 +112,9 @@ def made_by(op: Op, specs: tuple[TensorSpec, ...], weights: str, autocast: str |
 
 
 def _known(op: Op, specs: tuple[TensorSpec, ...], weights: str, autocast: str | None, device: str) -> str | None:
-    """`made_by` of what built-in networks are made of, as planning for these imports no torch; None: ask the kernels.
+    """`made_by` for operators of built-in networks, as planning for these imports no torch; None: ask the kernels.
 
-    A test asks them: tests/graph/test_layer.py.
+    A test compares them: tests/graph/test_layer.py.
     """
     read = {spec.dtype for spec in specs}
     if autocast is None or weights != "float32" or read not in ({"float32"}, {autocast}):
@@ -124,13 +124,13 @@ def _known(op: Op, specs: tuple[TensorSpec, ...], weights: str, autocast: str | 
     keeps: bool = isinstance(op, BatchNorm | Concat | Dropout)
     keeps |= isinstance(op, Unary) and op.fn in KEEPING
     keeps |= isinstance(op, Binary) and op.fn in KEEPING and op.parameter is None
-    keeps |= isinstance(op, Pool | AdaptivePool) and device == "cuda"  # a CPU has some of them in float32
+    keeps |= isinstance(op, Pool | AdaptivePool) and device == "cuda"  # a CPU computes some of them in float32
     return specs[0].dtype if keeps else None
 
 
 @contextmanager
 def _autocast(device: str, dtype: torch.dtype | None) -> Iterator[None]:
-    """Enters torch.autocast, which does nothing for CUDA where there is none. None: turned off."""
+    """Enters torch.autocast, which does nothing for CUDA without a GPU. None: turns it off."""
     import torch
 
     before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled()

@@ -1,4 +1,4 @@
-"""The law of samples: what a model returns of its samples says which of its dimensions they are along."""
+"""The law of samples: the shape of a model's output must show which of its dimensions is the samples."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from layerwise.ops.nn.loss import Loss
 
 
 def check_samples(graph: LayerGraph) -> None:
-    """LayerwiseError where an output follows the number of samples, and none of its dimensions is labelled so.
+    """Raises LayerwiseError if an output grows with the number of samples, but no dimension is labelled as samples.
 
-    Each rank would be returned the samples of all. An output that is alike at any batch, such as a mean over it, has
-    none. Where the network takes no other batch that is not known: then one as long as the batch is refused, too.
+    Each rank would then be returned the samples of all. An output that is the same at any batch, such as a mean over
+    it, has none. If the network accepts no other batch, an output as long as the batch is refused too.
     """
     sink = graph.layers[-1]
     lost = [slot for slot, spec in enumerate(sink.specs) if spec.index("n") is None]
@@ -26,14 +26,14 @@ def check_samples(graph: LayerGraph) -> None:
         spec = sink.specs[slot]
         if graph.batch in spec.shape[:1] if others is None else others[slot].shape != spec.shape:
             raise LayerwiseError(
-                f"output {slot} of the model, of shape {spec.shape}, follows the number of samples, and which "
-                "rows are whose is lost on the way from the inputs (the layers before it merge samples with another "
-                "dimension, or mix them): let the model return a tensor with its samples along dimension 0"
+                f"output {slot} of the model, of shape {spec.shape}, grows with the number of samples, but layerwise "
+                "cannot tell which rows belong to which sample (layers before it merge samples with another dimension, "
+                "or mix them): return a tensor with the samples along dimension 0"
             )
 
 
 def by_itself(layer: Layer) -> bool:
-    """True if a sample of its output needs that sample of its inputs only: x @ x.T compares it with all others."""
+    """True if each sample of its output needs only the same sample of its inputs; x @ x.T compares all samples."""
     n = layer.out.index("n")
     inputs = zip(layer.specs, layer.space.needs, strict=True)
     return n is not None and all(
@@ -42,7 +42,7 @@ def by_itself(layer: Layer) -> bool:
 
 
 def counts_targets(graph: LayerGraph, name: str) -> bool:
-    """True if a layer makes a loss that may count some targets only, of samples that are computed by themselves."""
+    """True if a layer is a loss that may count only some targets, of samples that are computed independently."""
     before, left = set[str](), [name]
     while left:
         if (one := left.pop()) not in before:

@@ -1,4 +1,4 @@
-"""Types: the element types of a layer's tensors where they are not what its operators say by themselves."""
+"""Types: the element types of a layer's tensors, if they differ from those that its operators determine."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ TRACED = ""  # the device type that the model was traced on
 
 
 class Region(NamedTuple):
-    """A `torch.autocast` in the model's own code.
+    """A `torch.autocast` region in the model's own code.
 
-    A model that is traced on one device and run on another is taken to have asked its tensors for their device, as
-    `torch.autocast(x.device.type)` does: its regions of the first (`TRACED`) hold wherever it runs.
+    A model that is traced on one device and runs on another is assumed to use its tensors' device, as
+    `torch.autocast(x.device.type)` does: its regions for the first device (`TRACED`) hold wherever it runs.
     """
 
     device: str  # "cpu", "cuda"; TRACED
     dtype: str | None  # "bfloat16" or "float16"; None: autocast is turned off
 
 
-Regions = tuple[Region, ...]  # around a layer, the outermost first
+Regions = tuple[Region, ...]  # around a layer, outermost first
 
 
 def effective(regions: Iterable[Region], traced: str) -> Regions:
-    """Regions without those that one further inside undoes. traced: the device type that the model was traced on."""
+    """The regions without those that an inner one overrides. traced: the device type that the model was traced on."""
     kept: list[Region] = []
     for region in regions:
         name = TRACED if region.device == traced else region.device
@@ -39,7 +39,7 @@ def effective(regions: Iterable[Region], traced: str) -> Regions:
 
 
 def autocast_within(regions: Regions, device: str, around: str | None) -> str | None:
-    """The type that autocast casts to on a device; None where it is off. around: what it is around the model's call."""
+    """The type that autocast casts to on a device; None if it is off. around: the same for the model's call."""
     inner = (region.dtype for region in reversed(regions) if region.device in (TRACED, device))
     return next(inner, around)
 
@@ -48,20 +48,20 @@ def autocast_within(regions: Regions, device: str, around: str | None) -> str | 
 class Types:
     """Element types of a layer's stages, in order."""
 
-    made: tuple[str, ...]  # what each makes
-    plain: tuple[str, ...]  # what it makes where autocast is off everywhere
-    parameters: tuple[str, ...]  # of its parameters; where it has none, as `plain`
+    made: tuple[str, ...]  # of each stage's result
+    plain: tuple[str, ...]  # of each stage's result if autocast is off everywhere
+    parameters: tuple[str, ...]  # of its parameters; like `plain` if it has none
 
 
 def stacked(types: Sequence[Types]) -> Types:
-    """The types of layers that become the stages of one."""
+    """The types of layers that become stages of one layer."""
     made, plain, parameters = (tuple(name for one in types for name in getattr(one, part)) for part in Types.__slots__)
     return Types(made, plain, parameters)
 
 
 @lru_cache(maxsize=65536)
 def typed(op: Op, specs: tuple[TensorSpec, ...], made: tuple[str, ...]) -> tuple[Space, tuple[Stage, ...]]:
-    """`op` on `specs` as a space and as stages, each of which makes the type in `made`. Cached, as `space` is."""
+    """`op` on `specs` as a space and as stages with results of the types `made`. Cached like `space`."""
     stages: list[Stage] = []
     for stage, dtype in zip(op.stages(specs), made, strict=True):
         read = list(stage.specs)

@@ -1,5 +1,5 @@
-"""Importers: a module, an exported program or an ONNX file becomes a graph, with where its values lie.
+"""Importers: turn a module, an exported program or an ONNX file into a graph, with the places of its values.
 
-`load` is the door; `torch/` traces and proves, `onnx/` walks a file; in both `ops/` has a row an operator; `registry`
-takes operators of the user's. They know `graph` and `ops`, and nothing of cost or plans.
+`load` is the entry point; `torch/` traces and proves, `onnx/` walks a file; in both, `ops/` has a row for each
+operator; `registry` accepts operators of the user's. They know `graph` and `ops`, and nothing of cost or plans.
 """

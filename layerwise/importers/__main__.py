@@ -1,4 +1,4 @@
-"""python -m layerwise.importers: writes the graphs of the built-in networks (`models/graphs`), of their models."""
+"""python -m layerwise.importers: writes the graphs of the built-in networks (`models/graphs`) from their models."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The graphs of the built-in networks, so that planning for one imports no torch: written down in `models/graphs`.
+"""Stored graphs of the built-in networks (`models/graphs`), so that planning for one imports no torch.
 
-`python -m layerwise.importers` writes them again, of their models: after a change of a model, an importer or an
-operator. Those of any size (`mlp:8x8`, `cosmoflow:256`, `unet3d:64`) are made here. A test compares them with their
+Run `python -m layerwise.importers` to write them again after a change of a model, an importer or an operator. Graphs of
+networks of any size (`mlp:8x8`, `cosmoflow:256`, `unet3d:64`) are built here. A test compares all of them with their
 models.
 """
 
@@ -24,11 +24,11 @@ from layerwise.ops.tensor.pointwise import Unary
 from layerwise.ops.tensor.view import Reshape
 from layerwise.tensor import TensorSpec
 
-SAMPLES = 2  # of a graph that is written down, and of the example that a built-in network is traced with
+SAMPLES = 2  # in a stored graph, and in the example that a built-in network is traced with
 
 
 def written_graph(name: str) -> LayerGraph | None:
-    """The unfused graph of a built-in network, of SAMPLES samples; None for what is none."""
+    """The unfused graph of a built-in network, with SAMPLES samples; None if there is no such network."""
     if name not in names():
         of_size = {"mlp": _mlp, "cosmoflow": _cosmoflow, "unet3d": _unet3d}
         make = of_size.get(name.partition(":")[0]) if ":" in name else None
@@ -71,7 +71,7 @@ def _cosmoflow(model: Model) -> LayerGraph:
 
 
 def _unet3d(model: Model) -> LayerGraph:
-    """The graph of the other cube: no operator of it names a size."""
+    """The graph of a U-Net for another cube: no operator in it names a size."""
     written, done = written_graph("unet3d"), dict[str, Layer]()
     assert written is not None
     for layer in written.layers:

@@ -1,6 +1,6 @@
-"""Functions in a row of either table: element by element, reductions, products.
+"""Functions that rows of both tables share: element-wise, reductions, products.
 
-Large reductions are two layers, so that devices reduce what they have of a volume.
+A large reduction becomes two layers, so that each device reduces the part of a volume that it has.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from layerwise.tensor import TensorSpec
 
 
 def unary(fn: str, *numbers: str) -> Build:
-    """The row of a function of one tensor; `numbers` are the names of its arguments."""
+    """The row of a function of one tensor; `numbers` are the names of its numeric arguments."""
     return lambda call: Built(Unary(fn, tuple(call.number(n) for n in numbers)), (call.tensors[0],))
 
 
@@ -34,16 +34,16 @@ def gelu(call: Call) -> Result:
     return Built(Unary("gelu_tanh" if call.get("approximate") == "tanh" else "gelu"), (call.tensors[0],))
 
 
-LARGE = 1 << 14  # positions of a sample that become one number: with fewer, what devices have is sent instead
-MOST_PARTS = {0: 1, 1: 1024, 2: 32, 3: 16}  # of a dimension, where one, two, three are divided
-MOST_CHANNELS = 8  # parts, beside those
+LARGE = 1 << 14  # positions of a sample that are reduced to one number; fewer are sent instead
+MOST_PARTS = {0: 1, 1: 1024, 2: 32, 3: 16}  # parts of a dimension, if one, two or three are divided
+MOST_CHANNELS = 8  # parts of the channels, beside those
 
 
 def reduction(mode: Mode, x: Tensor, spec: TensorSpec, dims: Sequence[int], keepdim: bool = False) -> Built:
-    """`x`, which is as `spec` says, with one number for all positions of `dims`.
+    """`x`, of spec `spec`, reduced over all positions of `dims`.
 
-    The sum of a volume's voxels, or of a batch's, is the sum of sums over parts of it, of which each device makes those
-    that it has: losses written by hand, such as a soft Dice, are split as the network in front of them is.
+    A sum over a volume's voxels, or a batch's, is the sum of partial sums, each of which one device computes. So losses
+    written by hand, such as a soft Dice, are split like the network in front of them.
     """
     dims = tuple(d % len(spec.shape) for d in dims)
     rest = tuple(d for d in dims if spec.dims[d] != "n" or spec.units[d] > 1)
@@ -54,7 +54,7 @@ def reduction(mode: Mode, x: Tensor, spec: TensorSpec, dims: Sequence[int], keep
 
 
 def loss(op: Loss, *inputs: Operand) -> Built:
-    """A loss of a prediction, a target, and what `op.weighted` names."""
+    """A loss of a prediction, a target and the weights that `op.weighted` names."""
     each = op.each(inputs[0].spec, inputs[1].spec)
     parts = _parts(each, range(1, len(each.shape)))
     if op.loss is None or not parts or max(parts) == 1:
@@ -63,7 +63,7 @@ def loss(op: Loss, *inputs: Operand) -> Built:
 
 
 def _parts(spec: TensorSpec, dims: Sequence[int]) -> tuple[int, ...]:
-    """Into how many parts each of `dims` is divided; none where all of them together are few positions."""
+    """The number of parts of each of `dims`; () if all of them together are few positions."""
     if prod(spec.shape[d] for d in dims) < LARGE:
         return ()
     cut = [d for d in dims if spec.dims[d] and spec.units[d] == 1 and spec.shape[d] > 1]
@@ -78,21 +78,21 @@ def _divisor(extent: int, most: int) -> int:
 
 
 def linear_layer(x: Tensor, weight: Operand, *bias: Operand) -> Built:
-    """x @ weight + bias. The matrix stays as it is stored: (in, out), or (out, in) where `weight` is its transpose."""
+    """x @ weight + bias. The matrix stays as stored: (in, out), or (out, in) if `weight` is its transpose."""
     op = Linear(weight.shape[1], bool(bias), transposed=not weight.transposed)
     return Built(op, (x,), (turned(weight) if weight.transposed else weight, *bias))
 
 
 def attends_along_samples(sequences: int) -> LayerwiseError:
-    """The error for several sequences whose positions lie along the samples, as they do without `batch_first`."""
+    """The error for several sequences whose positions lie along the samples, as without `batch_first`."""
     return LayerwiseError(
-        f"its positions lie along the model's samples, in {sequences} sequences: samples are dimension 0 of what the "
-        "model is called with; build it with batch_first=True, or transpose within the model"
+        f"the positions of its {sequences} sequences lie along the model's samples (dimension 0 of the inputs): build "
+        "it with batch_first=True, or transpose within the model"
     )
 
 
 def product(x: Tensor, y: Tensor) -> Built:
-    """x @ y: a linear layer where y is a matrix of parameters."""
+    """x @ y: a linear layer if y is a matrix of parameters."""
     return linear_layer(x, y) if is_matrix(y) else Built(MatMul(), (x, y))
 
 
@@ -116,7 +116,7 @@ def einsum(call: Call) -> Result:
 
 
 def letters(equation: str, tensors: tuple[Operand, ...]) -> tuple[list[str], str]:
-    """The letters of each operand and of the result; an ellipsis becomes upper-case letters that are free."""
+    """The letters of each operand and of the result; an ellipsis becomes unused upper-case letters."""
     left, arrow, right = equation.replace(" ", "").partition("->")
     terms = left.split(",")
     free = [c for c in "ZYXWVUTSRQPONMLKJIHGFEDCBA" if c not in equation]
@@ -132,16 +132,16 @@ def letters(equation: str, tensors: tuple[Operand, ...]) -> tuple[list[str], str
 
 
 def _summed(x: Tensor, letters: str, keep: set[str]) -> tuple[Tensor, str]:
-    """x without the dimensions that nobody else has."""
+    """x summed over the dimensions that occur nowhere else."""
     gone = tuple(i for i, c in enumerate(letters) if c not in keep)
     return (Built(Reduce("sum", gone), (x,)) if gone else x), "".join(c for c in letters if c in keep)
 
 
 def _product(first: Operand, a: str, second: Operand, b: str, result: str) -> Result:
-    """Two operands: a matrix product, stacked over the letters that all three have."""
+    """The product of two operands: a matrix product, batched over the letters that all three have."""
     sizes = dict(zip(b, second.shape, strict=True)) | dict(zip(a, first.shape, strict=True))
     if any(s != sizes[c] for c, s in zip(b, second.shape, strict=True)):
-        raise LayerwiseError("einsum: extents of 1 that are broadcast are not supported")
+        raise LayerwiseError("einsum: broadcasting dimensions of size 1 is not supported")
     x, a = _summed(first, a, set(b) | set(result))
     y, b = _summed(second, b, set(a) | set(result))
     stack = [c for c in a if c in b and c in result]
@@ -153,7 +153,7 @@ def _product(first: Operand, a: str, second: Operand, b: str, result: str) -> Re
         made: Tensor = product(x, y)
         order = rows + columns
     else:
-        apart, order = bool(rows) and not stack, stack + rows + columns  # rows stay apart, so that their labels do
+        apart, order = bool(rows) and not stack, stack + rows + columns  # merged rows would lose their labels
         x = permuted(x, [a.index(c) for c in stack + rows + depth])
         if apart:
             x = reshaped(x, [*(sizes[c] for c in rows), prod(sizes[c] for c in depth)])
@@ -167,7 +167,7 @@ def _product(first: Operand, a: str, second: Operand, b: str, result: str) -> Re
 
 
 def _matrix(x: Tensor, sizes: dict[str, int], stack: list[str], rows: list[str], columns: list[str]) -> Tensor:
-    """The dimensions of rows, and of columns, merged."""
+    """x with the dimensions of rows, and those of columns, merged."""
     if len(rows) == len(columns) == 1:
         return x
     merged = [prod(sizes[c] for c in rows), prod(sizes[c] for c in columns)]

@@ -1,4 +1,4 @@
-"""MODEL on a command line: a built-in name, an .onnx file, or `package.module:callable`."""
+"""Loads a MODEL of a command line: a built-in name, an .onnx file, or `package.module:callable`."""
 
 from __future__ import annotations
 
@@ -30,38 +30,39 @@ HELP = (
     "+dice or +dice+ce for a loss behind it; a .onnx file; "
     "or package.module:callable that returns a module, or a module and its example inputs"
 )
-PICKLED = (".pt2", ".pt", ".pth")  # which torch.load and torch.export.load unpickle, so a stranger's is not opened
+# torch.load and torch.export.load unpickle these, so layerwise does not open a stranger's
+PICKLED = (".pt2", ".pt", ".pth")
 
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """A network as layers, and what it comes with."""
+    """A network as layers, with its values and how it is called."""
 
     graph: LayerGraph
-    # How to read its parameters and constants, by their names in the graph. They read None, or a tensor of the meta
-    # device, where the network has no values.
+    # Functions that read its parameters and constants, by their names in the graph. They return None, or a meta tensor,
+    # if the network has no values.
     stored: Mapping[str, Callable[[], object]]
     keys: Mapping[str, str]  # names of its state dict -> names of the tensors in the graph
     structure: OutputStructure | None = None  # how outputs are returned; None: a tuple, or a single one as it is
     arguments: Arguments | None = None  # how the model is called; None: with tensors by position
-    built: Mapping[str, Tensor] = field(default_factory=dict)  # tensors of a module that this process built, by name
-    module: nn.Module | None = None  # what it was traced from; None: a file, or layers alone
-    called: frozenset[str] = frozenset()  # paths of the modules without modules inside that its trace called
-    written: frozenset[str] = frozenset()  # paths of the modules' attributes that its trace set, or changed inside
-    itself: bool = False  # the module is to be run itself, as the user asked for; else a copy of it
+    built: Mapping[str, Tensor] = field(default_factory=dict)  # tensors by name, of a module that this process built
+    module: nn.Module | None = None  # the traced module; None: a file, or layers only
+    called: frozenset[str] = frozenset()  # paths of the leaf modules that the trace called
+    written: frozenset[str] = frozenset()  # paths of module attributes that the trace set or changed
+    itself: bool = False  # whether to run the module itself, as the user asked, not a copy
     unproven: str | None = None  # why its layers were not run beside the module when it was imported
-    inputs_without_gradient: str | None = None  # why its layers' gradients of inputs are not the module's
-    shared: tuple[str, ...] = ()  # inputs as long as the example's batch that are the same for all samples
-    shared_found: bool = False  # whether running the module told so
+    inputs_without_gradient: str | None = None  # why the gradients of inputs differ from the module's
+    shared: tuple[str, ...] = ()  # inputs that all samples share, though as long as the example's batch
+    shared_found: bool = False  # whether running the module showed that
     together: bool = False  # whether layers may compute samples together
 
     def value(self, name: str) -> object:
-        """A parameter's, buffer's or constant's own value; None where it has none."""
+        """A parameter's, buffer's or constant's value; None if it has none."""
         read = self.stored.get(name)
         return None if read is None else read()
 
     def constant(self, name: str) -> object:
-        """The value of a constant layer: `name:2` is a further use of `name`. None where it has none."""
+        """The value of a constant layer, or None; `name:2` is a second use of `name`."""
         return self.value(name if name in self.stored else name.partition(":")[0])
 
 
@@ -71,11 +72,11 @@ def load_model(spec: str, batch: Count, input_shape: tuple[int, ...] | None = No
 
     Args:
         spec: A built-in name, an .onnx file, or "package.module:callable".
-        batch: Samples of all devices together.
-        input_shape: Of one sample, for a callable that returns a module without example inputs.
+        batch: The global batch size.
+        input_shape: Shape of one sample, for a callable that returns a module without example inputs.
 
     Returns:
-        Its layers. For a built-in network no torch is imported: its graph is written down.
+        Its layers. For a built-in network, whose graph is stored, torch is not imported.
 
     Raises:
         LayerwiseError: There is no such model, or it cannot be imported.
@@ -91,7 +92,7 @@ def load_model(spec: str, batch: Count, input_shape: tuple[int, ...] | None = No
 
 
 def load_network(spec: str, batch: int, input_shape: tuple[int, ...] | None = None) -> Network:
-    """`load_model`, with the network's values."""
+    """Returns `load_model`'s network with its values."""
     if batch < 1:
         raise LayerwiseError(f"the global batch must be at least 1, not {batch}")
     suffix = Path(spec).suffix.lower()
@@ -104,16 +105,16 @@ def load_network(spec: str, batch: int, input_shape: tuple[int, ...] | None = No
     if suffix == ".onnx":
         from layerwise.importers.onnx.from_onnx import from_onnx, load_onnx_weights
 
-        weights = cache(load_onnx_weights)  # read again when the first value is asked for
+        weights = cache(load_onnx_weights)  # read when the first value is asked for
         graph = from_onnx(spec, batch=batch)
         keys = {name: name for name in _names(graph)}
         constants = [layer.name for layer in graph.layers if layer.role is Role.CONSTANT]
         return Network(graph, {n: (lambda n=n: weights(spec).get(n)) for n in (*keys, *constants)}, keys)  # type: ignore[misc]
     if suffix in PICKLED:
         raise LayerwiseError(
-            f"model {spec!r} is a file that PyTorch unpickles, which runs what its author wrote, so layerwise does not "
-            "open it: load it yourself and give the ExportedProgram or the module to layerwise.parallelize, or export "
-            "the model as .onnx"
+            f"model {spec!r} is a file that PyTorch would unpickle, which can run its author's code, so layerwise does "
+            "not open it: load it yourself and pass the ExportedProgram or module to layerwise.parallelize, or export "
+            "it as .onnx"
         )
     return _built_in(spec, batch)
 
@@ -122,26 +123,26 @@ LoadArguments = tuple[str, int, tuple[int, ...] | None]
 
 
 def planned_call(named: str, model: str | None, batch: int, facts: Mapping[str, object]) -> LoadArguments:
-    """The arguments of `load_model` and `load_network` for the network of a plan, by `facts`, its provenance.
+    """The arguments of `load_model` and `load_network` for a plan's network; `facts` is the plan's provenance.
 
-    named: MODEL of the plan; model: what the user gives for it, if anything. A plan is data and may come from anybody:
-    LayerwiseError where it names code which the user does not name, too.
+    named: the plan's MODEL; model: what the user passes for it, if anything. A plan is data and may come from anybody:
+    raises LayerwiseError if it names code that the user does not name too.
     """
     if model is None and names_code(named):
         raise LayerwiseError(
-            f"the plan is for {named!r}, which is code, and a plan runs none: if you trust it, give --model {named} "
+            f"the plan is for {named!r}, which is code that a plan may not run: if you trust it, pass --model {named} "
             "(in Python: model=...)"
         )
     return model or named, batch, planned_shape(facts.get("input_shape"))
 
 
 def planned_shape(input_shape: object) -> tuple[int, ...] | None:
-    """--input-shape as a plan has it."""
+    """A plan's --input-shape."""
     return tuple(input_shape) if isinstance(input_shape, list) else None
 
 
 def names_code(spec: str) -> bool:
-    """True if MODEL is package.module:callable, to import and to call."""
+    """True if MODEL is package.module:callable, which is imported and called."""
     module, colon, _ = spec.partition(":")
     a_file = Path(spec).suffix.lower() in (".onnx", *PICKLED)
     return bool(colon) and not a_file and module not in ("mlp", "cosmoflow", "unet3d")
@@ -149,7 +150,7 @@ def names_code(spec: str) -> bool:
 
 def _built_in(spec: str, batch: int) -> Network:
     own, loss = parted(spec)
-    model = find(own)  # first: a wrong name needs no torch
+    model = find(own)  # first, as a wrong name needs no torch
     import torch
 
     with torch.device("meta"):
@@ -158,11 +159,11 @@ def _built_in(spec: str, batch: int) -> Network:
     if loss is not None:
         network, target = with_loss(network, inputs, own, loss)
         inputs = (*inputs, target)
-    # Exported with few samples: tracing is independent of the batch, and `rebatch` infers the shapes of any.
+    # Exported with few samples: tracing does not depend on the batch, and `rebatch` infers the shapes of any batch.
     return network_of(network, inputs, batch, spec, trusted=True)
 
 
-IMPORTING = RLock()  # what torch.export changes of a process meanwhile, another thread's import would meet
+IMPORTING = RLock()  # torch.export changes state of the process, which another thread's import must not see
 
 
 def network_of(
@@ -179,9 +180,9 @@ def network_of(
 ) -> Network:
     """A module as a Network, at `batch` samples (None: the example's). trusted: it is the same network at any batch.
 
-    examples, kwargs: what it is called with, by position and by name. shared: which of them are the same for all
-    samples, by name; None: those as long as the batch are found out by running the module. together: whether its layers
-    may compute samples together. as_called: it is called with the example's batch alone.
+    examples, kwargs: the inputs by position and by name. shared: names of the inputs that all samples share; None:
+    running the module shows which of those as long as the batch are. together: whether its layers may compute samples
+    together. as_called: it is called with the example's batch alone.
     """
     import torch
 
@@ -194,7 +195,7 @@ def network_of(
     made = network_with(imported.graph, imported.stored, tensors, module.state_dict(keep_vars=True), batch)
     known = {key: read() for key, read in made.stored.items() if not isinstance(read, Missing)}
     built = {key: value for key, value in known.items() if isinstance(value, torch.Tensor)}
-    stored = dict(made.stored) | {key: (lambda t=t: t) for key, t in built.items()}  # what is written into is read
+    stored = dict(made.stored) | {key: (lambda t=t: t) for key, t in built.items()}  # later writes are seen
     return replace(
         made, stored=stored, structure=imported.structure, arguments=imported.arguments, built=built, module=module,
         called=imported.called, written=imported.written, unproven=imported.unproven,
@@ -210,9 +211,9 @@ def network_with(
     state: Mapping[str, Tensor],
     batch: int | None,
 ) -> Network:
-    """An imported graph, at `batch` samples, with the tensors of what it was traced from and its state dict.
+    """An imported graph, at `batch` samples, with the tensors and the state dict of what it was traced from.
 
-    tensors: parameters and buffers by every name that they have; the graph knows each by one of these.
+    tensors: parameters and buffers under all their names; the graph uses one name for each.
     """
     from torch.nn import Parameter
 
@@ -223,7 +224,7 @@ def network_with(
     keys = {key: known.get(id(tensor), key) for key, tensor in state.items()}
     values = dict(stored) | {key: (lambda t=t: t.detach()) for key, t in state.items() if key not in stored}
     frozen = {known[id(t)] for t in tensors.values() if isinstance(t, Parameter) and not t.requires_grad}
-    graph = graph.freeze(frozen | graph.unreached)  # PyTorch gives these no gradient: an optimizer leaves them alone
+    graph = graph.freeze(frozen | graph.unreached)  # PyTorch gives these no gradient, so an optimizer skips them
     return Network(graph if batch is None else graph.rebatch(batch), values, keys)
 
 
@@ -236,7 +237,7 @@ def traced(
     together: bool = False,
     as_called: bool = False,
 ) -> Imported:
-    """The layers that the module's code makes; no values but constants."""
+    """The layers that the module's code computes; the only values are constants."""
     from layerwise.importers.torch.batches import import_as_called, import_for_batches, import_once
 
     if as_called:
@@ -247,13 +248,13 @@ def traced(
 
 @contextlib.contextmanager
 def refused() -> Iterator[None]:
-    """Within it, a LayerwiseError is that of a model that cannot be imported, and says what runs it."""
+    """A context that adds to every LayerwiseError what can run the model instead."""
     try:
         yield
     except LayerwiseError as why:
-        raise LayerwiseError(f"{str(why).rstrip('.')}; DistributedDataParallel runs it as it is written") from why
+        raise LayerwiseError(f"{str(why).rstrip('.')}; DistributedDataParallel can run it") from why
 
 
 def _names(graph: LayerGraph) -> list[str]:
-    """Parameters and buffers of a graph, tied ones included."""
+    """The parameters and buffers of a graph, tied ones included."""
     return [name for layer in graph.layers for name, _ in layer.own_parameters()]

@@ -1,4 +1,4 @@
-"""The module that package.module:callable names: code, which the user names on purpose."""
+"""Loads the module that package.module:callable names, which is code that the user chose to run."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 def called(spec: str, input_shape: tuple[int, ...] | None = None) -> tuple[nn.Module, tuple[object, ...]]:
-    """The module and the example inputs of package.module:callable, which is code that the user names on purpose."""
+    """The module and the example inputs that package.module:callable returns."""
     import torch
     from torch import nn
 
     module, _, name = spec.partition(":")
-    with contextlib.redirect_stdout(sys.stderr):  # what the user's code prints is no part of our output
+    with contextlib.redirect_stdout(sys.stderr):  # the user's prints must not mix with our output
         build = _attribute(spec, _imported(spec, module), name)
         try:
             made = build() if not isinstance(build, nn.Module) and callable(build) else build
@@ -28,12 +28,14 @@ def called(spec: str, input_shape: tuple[int, ...] | None = None) -> tuple[nn.Mo
             raise LayerwiseError(f"model {spec!r}: calling it raised {_described(error)}") from error
     network, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(network, nn.Module):
-        raise LayerwiseError(f"model {spec!r} returned {type(network).__name__}, not an nn.Module (and its inputs)")
+        raise LayerwiseError(
+            f"model {spec!r} returned {type(network).__name__}, but must return an nn.Module (and its inputs)"
+        )
     if inputs is not None and input_shape is not None:
-        raise LayerwiseError(f"model {spec!r} returned its example inputs: leave out --input-shape")
+        raise LayerwiseError(f"model {spec!r} returned its own example inputs: leave out --input-shape")
     if inputs is None and input_shape is None:
         raise LayerwiseError(
-            f"model {spec!r} returned no example inputs: return (module, (tensor, ...)), or give --input-shape"
+            f"model {spec!r} returned no example inputs: return (module, (tensor, ...)), or pass --input-shape"
         )
     if inputs is None:
         first = next(network.parameters(), torch.empty(0))
@@ -43,7 +45,7 @@ def called(spec: str, input_shape: tuple[int, ...] | None = None) -> tuple[nn.Mo
 
 def _imported(spec: str, module: str) -> ModuleType:
     if "" not in sys.path:
-        sys.path.insert(0, "")  # as `python -m` does: the user's module may lie in the current directory
+        sys.path.insert(0, "")  # like `python -m`: the module may lie in the current directory
     try:
         return importlib.import_module(module)
     except (Exception, SystemExit) as error:
@@ -58,7 +60,7 @@ def _attribute(spec: str, module: ModuleType, name: str) -> object:
 
 
 def _described(error: BaseException) -> str:
-    """The exception, and the line of the user's code that it comes from."""
+    """The exception, and the line of the user's code that raised it."""
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next

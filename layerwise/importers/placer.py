@@ -1,4 +1,4 @@
-"""Placer: what a row of either table returns becomes layers of a graph."""
+"""Placer: adds what a row of either table returns to a graph, as layers."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from layerwise.tensor import TensorSpec
 
 
 class Placer(ABC):
-    """Adds layers to a GraphBuilder. Parameters and constants that live in no layer become layers of their own."""
+    """Adds layers to a GraphBuilder. Parameters and constants outside layers become layers of their own."""
 
     def __init__(self, builder: GraphBuilder) -> None:
         self.builder = builder
-        self.sources: dict[object, str] = {}  # the layers of those parameters and constants
+        self.sources: dict[object, str] = {}  # the layers of parameters and constants outside layers
         self.standing: dict[str, Operand] = {}  # constants that are layers, by name
-        self._made: dict[int, tuple[Built, Operand]] = {}  # by id; the Built is kept, so that no other gets its id
+        self._made: dict[int, tuple[Built, Operand]] = {}  # by id; holds the Built, so that no other object gets its id
 
     def activation(self, layer: str) -> Operand:
         """The output of a layer."""
         return Operand("activation", layer, self.builder.spec(layer))
 
     def place(self, result: Result, name: str) -> Operand:
-        """Adds the layers of a row's result; those inside are called `name.kind`."""
+        """Adds the layers of a row's result; nested ones are named `name.kind`."""
         if isinstance(result, Operand):
             return result
         assert isinstance(result, Built)
@@ -40,7 +40,7 @@ class Placer(ABC):
         """Adds one layer, whose inputs are placed. Returns its name."""
 
     def source(self, x: Operand) -> str:
-        """The layer that gives an operand."""
+        """The layer that computes an operand."""
         if x.activation:
             return x.name
         if x.role == "constant":
@@ -53,7 +53,7 @@ class Placer(ABC):
 
     @abstractmethod
     def _tied(self, x: Operand) -> str:
-        """The layer that is the parameter which `x` reads."""
+        """The layer that is the parameter `x`."""
 
     def _constant(self, x: Operand) -> str:
         self.standing[x.name] = x
@@ -64,12 +64,12 @@ class Placer(ABC):
 
 
 def _labelled(spec: TensorSpec) -> TensorSpec:
-    """A constant that is a source: positions and token types are sequences."""
+    """The spec of a constant that is a source: positions and token types are sequences."""
     if spec.differentiable or not 1 <= len(spec.shape) <= 2 or spec.dims[-1]:
         return spec
     return replace(spec, dims=(*spec.dims[:-1], "s"))
 
 
 def as_tied(spec: TensorSpec) -> TensorSpec:
-    """A parameter that is a source: its last dimension are channels."""
+    """The spec of a parameter that is a source: its last dimension is channels."""
     return replace(spec, dims=(*(None,) * (len(spec.shape) - 1), "c") if spec.shape else ())

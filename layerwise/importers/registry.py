@@ -1,7 +1,7 @@
-"""register_op: how layerwise learns an operator that it does not know, for both importers.
+"""register_op: teaches both importers an operator that layerwise does not know.
 
-An importer finds a call of an operator in a model, binds its arguments, and asks a `build` function which layer that
-is. The importers' own tables are such functions; `register_op` adds a user's, which goes before the built-in one.
+An importer finds an operator's call in a model, binds its arguments, and asks a `build` function for the layer. The
+importers' own tables consist of such functions; `register_op` adds a user's, which has priority over the built-in one.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ N = TypeVar("N", int, float)
 class Operand:
     """A tensor argument of a call.
 
-    `name` is that of the layer which computes an activation, or the model's name of a parameter or buffer. A constant
-    (a buffer, or computed from nothing that is trained or fed) has a `value` where it is known.
+    `name` is the name of the layer that computes an activation, or the model's name of a parameter or buffer. A
+    constant (a buffer, or computed without anything trained or fed) has a `value` if it is known.
     """
 
     role: Literal["activation", "parameter", "constant"]
     name: str
-    spec: TensorSpec  # parameters carry no labels; of constants only n, where they have a row for every sample
+    spec: TensorSpec  # parameters have no labels; constants only n, if they have a row for every sample
     value: NDArray[np.generic] | None = field(default=None, compare=False, repr=False)
-    transposed: bool = False  # this is the transpose of the matrix `name`
+    transposed: bool = False  # whether it is the transpose of the matrix `name`
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -41,7 +41,7 @@ class Operand:
 
     @property
     def activation(self) -> bool:
-        """Computed from the model's inputs."""
+        """True if it is computed from the model's inputs."""
         return self.role == "activation"
 
 
@@ -50,26 +50,28 @@ Argument: TypeAlias = Operand | bool | int | float | str | tuple["Argument", ...
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One use of an operator in a model, its arguments bound by the names of the operator's schema.
+    """One use of an operator in a model, with arguments bound by the names of the operator's schema.
 
-    Tensors are Operands, lists are tuples, an optional tensor that was not given is None. Defaults of the schema are
-    filled in. ONNX inputs and attributes are bound alike, by the names of the ONNX operator; those of an operator
-    that has no schema are called "0", "1", ...
+    Tensors are Operands, lists are tuples, and an optional tensor that is missing is None. Defaults of the schema are
+    filled in. ONNX inputs and attributes are both bound by the names of the ONNX operator; those of an operator without
+    a schema are called "0", "1", ...
     """
 
     target: str  # "aten::conv2d", "mylib::swoosh", "com.acme::Swoosh"
     layer: str  # the name that the layer will get
     arguments: Mapping[str, Argument]
-    outputs: tuple[TensorSpec, ...] = ()  # shapes and types where the model tells them; no labels
-    batch: int = 0  # samples of the model's example inputs
+    outputs: tuple[TensorSpec, ...] = ()  # shapes and types if the model states them; no labels
+    batch: int = 0  # batch size of the model's example inputs
 
     def __getitem__(self, name: str) -> Argument:
         if name not in self.arguments:
-            raise LayerwiseError(f"{self.target} has no argument {name!r}, only {', '.join(self.arguments) or 'none'}")
+            raise LayerwiseError(
+                f"{self.target} has no argument {name!r}; it has {', '.join(self.arguments) or 'none'}"
+            )
         return self.arguments[name]
 
     def get(self, name: str, default: Argument = None) -> Argument:
-        """The argument, or `default` where it is missing or None."""
+        """The argument, or `default` if it is missing or None."""
         value = self.arguments.get(name)
         return default if value is None else value
 
@@ -81,7 +83,7 @@ class Call:
         return value
 
     def integers(self, name: str, count: int = 0) -> tuple[int, ...]:
-        """A list of integers; a single number stands for `count` equal ones."""
+        """A list of integers; a single number is repeated `count` times."""
         value = self[name]
         numbers = value if isinstance(value, tuple) else (value,)
         if count > 1 and len(numbers) == 1:
@@ -107,7 +109,7 @@ class Call:
 
     @property
     def tensors(self) -> tuple[Operand, ...]:
-        """All tensor arguments in the schema's order, also those inside lists."""
+        """All tensor arguments in the schema's order, including those in lists."""
         return tuple(_tensors(tuple(self.arguments.values())))
 
 
@@ -115,8 +117,8 @@ class Call:
 class Built:
     """The layer that a call becomes: `op` on `inputs`, with `parameters` in the order of `op.parameters`.
 
-    An input may be a Built itself, where one call makes several layers (they share the layer's name). An input that is
-    a parameter or constant becomes a source node of the graph; as one of `parameters` it lives in the layer.
+    An input may be a Built itself, if one call becomes several layers (they share the layer's name). A parameter or
+    constant among the inputs becomes a source node of the graph; among `parameters` it belongs to the layer.
     """
 
     op: Op
@@ -125,7 +127,7 @@ class Built:
 
 
 Tensor: TypeAlias = Operand | Built
-# An Operand: the call changes nothing. A tuple: one result an output, None for one that is not made.
+# An Operand: the call changes nothing. A tuple: one result an output, None for a missing one.
 Result: TypeAlias = Built | Operand | tuple["Result", ...] | None
 Build: TypeAlias = Callable[[Call], Result]
 Table: TypeAlias = Mapping[str, Build]  # by the operator's name, without its domain
@@ -135,18 +137,18 @@ _builds: dict[str, Build] = {}
 
 @checked
 def register_op(target: str, build: Build) -> None:
-    """Teaches the importers an operator. It replaces what was registered before, and goes before layerwise's own.
+    """Teaches the importers an operator. It replaces an earlier registration, and has priority over layerwise's own.
 
-    An operator that is no combination of layerwise's own needs a subclass of `layerwise.Op`, which says what a box of
-    its output needs of its inputs and parameters (docs/how-to/add_an_operator.md).
+    An operator that is not a combination of layerwise's own needs a subclass of `layerwise.Op`, which defines what a
+    box of its output needs of its inputs and parameters (docs/how-to/add_an_operator.md).
 
     Args:
         target: The name of a torch operator, "mylib::swoosh" (every overload) or "aten.foo.default" (this one), or an
             ONNX operator with its domain, "com.acme::Swoosh" ("ai.onnx::Gelu" for a standard one).
-        build: Makes a layer of a Call of `target`.
+        build: Function that returns the layer for a Call of `target`.
 
     Raises:
-        LayerwiseError: `target` is no operator's name, or `build` no function.
+        LayerwiseError: `target` is not an operator's name, or `build` is not a function.
 
     Examples:
         >>> from layerwise.ops.tensor.pointwise import Unary
@@ -160,14 +162,16 @@ def register_op(target: str, build: Build) -> None:
 
 
 def lookup(target: str) -> Build | None:
-    """The registered build of a target, of its overload or else of all overloads; None if there is none."""
+    """The registered build of a target: of its overload, else of all overloads; None if there is none."""
     name = canonical(target)
     domain, _, op = name.partition("::")
     return _builds.get(name) or _builds.get(f"{domain}::{op.partition('.')[0]}")
 
 
 def canonical(target: str) -> str:
-    """One spelling of a target: "aten.add.Tensor" is "aten::add.Tensor", "aten.conv2d.default" "aten::conv2d"."""
+    """The canonical spelling of a target: "aten.add.Tensor" -> "aten::add.Tensor", "aten.conv2d.default" ->
+    "aten::conv2d".
+    """
     if "::" not in target:
         domain, _, op = target.partition(".")
         if not op:
@@ -175,7 +179,9 @@ def canonical(target: str) -> str:
         target = f"{domain}::{op}"
     domain, _, op = target.partition("::")
     if not domain or not op:
-        raise LayerwiseError(f"{target!r} is no operator name; write 'mylib::op', 'aten.op.overload' or 'com.acme::Op'")
+        raise LayerwiseError(
+            f"{target!r} is not an operator name: write 'mylib::op', 'aten.op.overload' or 'com.acme::Op'"
+        )
     return target.removesuffix(".default")
 
 

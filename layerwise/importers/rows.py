@@ -1,7 +1,7 @@
-"""Rows: (n, s, c) seen as (n*s, c) for a linear layer and back again.
+"""Rows: (n, s, c) viewed as (n*s, c) for a linear layer, and back again.
 
-Models and exporters write linear layers on sequences so. Taken literally, s is lost (and n, where it is not the
-outermost), which can be split; so what takes row by row works on the tensor as it was before.
+Models and exporters write linear layers on sequences that way. Taken literally, s is lost (and n, if it is not the
+outermost), though it could be split; so row-wise operators work on the tensor as it was before merging.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from layerwise.tensor import TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """An activation whose leading dimensions are merged; `shape` is what the model sees."""
+    """An activation with merged leading dimensions; `shape` is the merged shape, which the model sees."""
 
     whole: Operand
     shape: tuple[int, ...]
@@ -28,7 +28,7 @@ class Rows:
 
 
 def before_merging(shape: tuple[int, ...], rows: int, columns: int) -> tuple[int, ...] | None:
-    """Dimensions that merge to (rows, columns): (s, n*heads, e) becomes (s, n, heads*e). None if nothing merges."""
+    """The dimensions that merge to (rows, columns): (s, n*heads, e) becomes (s, n, heads*e). None if nothing merges."""
     kept = max(k for k in range(len(shape)) if rows % prod(shape[:k]) == 0)
     rest = rows // prod(shape[:kept])
     lead = shape[:kept] if rest == 1 else (*shape[:kept], rest)

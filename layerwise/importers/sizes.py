@@ -1,4 +1,4 @@
-"""Resizable: a network at other sizes of its inputs than those that it is imported with."""
+"""Resizable: a network at input sizes other than those that it is imported with."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
     from layerwise.importers.torch.read.arguments import Call
 
 CUBES = ("cosmoflow", "unet3d")
-SMALLEST = (8, 64)  # sides of built-in networks: the first that a network takes is its smallest
+SMALLEST = (8, 64)  # sides tried for built-in networks: the first that a network accepts is its smallest
 NAMES = {1: "sequences of {:,}", 2: "images of {:,}²", 3: "cubes of {:,}³"}
 
 
 @dataclass(frozen=True, slots=True)
 class Resizable:
-    """A network that takes other sizes.
+    """A network that accepts other input sizes.
 
     Attributes:
-        at: Its fused layers at a size. LayerwiseError where it takes none such.
-        dims: How many dimensions of its inputs have the size: 1 of a sequence, 2 of an image, 3 of a volume.
-        size: That of its example.
-        least: The least that is asked for.
+        at: Returns its fused layers at a size. Raises LayerwiseError if it does not accept that size.
+        dims: How many dimensions of its inputs have the size: 1 for a sequence, 2 for an image, 3 for a volume.
+        size: The size of its example.
+        least: The smallest size to try.
     """
 
     at: Callable[[int], LayerGraph]
@@ -48,7 +48,7 @@ class Resizable:
 
 
 def sizes_of_model(spec: str, batch: int, input_shape: tuple[int, ...] | None = None) -> Resizable | None:
-    """The sizes of what `load_model` loads; None where it has but one."""
+    """The sizes of what `load_model` loads; None if it has only one."""
     if input_shape is not None:
         channels, *sides = input_shape
         if len(sides) not in NAMES or len(set(sides)) > 1:
@@ -75,9 +75,9 @@ def sizes_of_model(spec: str, batch: int, input_shape: tuple[int, ...] | None = 
 
 
 def sizes_of_module(module: nn.Module, call: Call, batch: int | None, name: str) -> Resizable | None:
-    """The sizes of a module that is called so: of the first kind of which it takes another one, too.
+    """The sizes of a module called this way, for the first kind of input that it accepts at another size.
 
-    Images and volumes have all sides equal. What is longer than an example repeats its values, so they stay valid.
+    Images and volumes have equal sides. Values beyond the example's repeat it, so they stay valid.
     """
     import torch
     from torch import Tensor
@@ -109,10 +109,10 @@ def sizes_of_module(module: nn.Module, call: Call, batch: int | None, name: str)
 
 
 def _check_positions(network: Network) -> None:
-    """LayerwiseError where a position has no row in its table, which no trace shows, or where that cannot be told.
+    """Raises LayerwiseError if a position exceeds its table, which no trace shows, or if that cannot be decided.
 
-    Looked up are tokens that are fed, and positions that the forward pass makes; not two kinds of what is fed, nor what
-    is computed of it, as positions may be.
+    It handles tables of tokens that are fed, and of positions that the forward pass makes; not tables that several
+    kinds of inputs or values computed from inputs look up, as these may be positions.
     """
     from layerwise.importers.torch.calls.constants import Missing
 
@@ -126,8 +126,8 @@ def _check_positions(network: Network) -> None:
             if source.role is Role.CONSTANT:
                 positions = network.constant(source.name)
                 if getattr(positions, "is_meta", True) or int(positions.max()) >= layer.op.count:  # type: ignore[attr-defined]
-                    raise LayerwiseError(f"table {layer.name!r} has {layer.op.count:,} rows, too few for such a size")
+                    raise LayerwiseError(f"table {layer.name!r} has {layer.op.count:,} rows, too few for this size")
             elif source.role is Role.INPUT:
                 fed.add(source.name)
             if source.role not in (Role.CONSTANT, Role.INPUT) or len(fed) > 1:
-                raise LayerwiseError(f"what table {layer.name!r} is asked for cannot be told apart from positions")
+                raise LayerwiseError(f"the indices into table {layer.name!r} may be positions")

@@ -1,4 +1,4 @@
-"""Tensors in a row of either table: in another shape or order, parts of them, several joined."""
+"""Tensor manipulation for rows of either table: reshaping, permuting, slicing and joining."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from layerwise.ops.tensor.along import Concat, Gather, Take
 from layerwise.ops.tensor.view import Expand, Permute, Reshape, Select, Slice
 from layerwise.tensor import TensorSpec
 
-MOST_PIECES = 64  # that are joined, where slices or copies of a tensor are
+MOST_PIECES = 64  # to join, of slices or copies of a tensor
 
 
 def reshaped(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """x in another shape. A parameter is read in the other shape."""
+    """x in another shape. A parameter is read in that shape."""
     shape = tuple(shape)
     if isinstance(x, Operand):
         if x.shape == shape:
@@ -42,13 +42,13 @@ def permuted(x: Tensor, order: Sequence[int]) -> Tensor:
 
 
 def turned(x: Operand) -> Operand:
-    """A stored matrix read transposed."""
+    """A stored matrix, read transposed."""
     spec = TensorSpec(x.shape[::-1], (None,) * len(x.shape), x.spec.dtype)
     return replace(x, spec=spec, value=None if x.value is None else x.value.T, transposed=not x.transposed)
 
 
 def sliced(x: Tensor, shape: Sequence[int], dim: int, start: int, stop: int, step: int = 1) -> Tensor:
-    """x[start:stop:step] of dimension `dim`; x has this `shape`."""
+    """x[start:stop:step] along `dim`; x has this `shape`."""
     start, stop, step = slice(start, stop, step).indices(shape[dim])
     if (start, stop, step) == (0, shape[dim], 1):
         return x
@@ -56,12 +56,12 @@ def sliced(x: Tensor, shape: Sequence[int], dim: int, start: int, stop: int, ste
 
 
 def flipped(x: Tensor, dim: int, extent: int) -> Tensor:
-    """x with a dimension from its end to its beginning."""
+    """x with a dimension reversed."""
     return Built(Slice(dim, extent - 1, -extent - 1, -1), (x,))
 
 
 def expanded(x: Operand, shape: tuple[int, ...], batch: int) -> Tensor:
-    """x repeated to `shape`; where it is repeated `batch` times, or a multiple, it follows the number of samples."""
+    """x repeated to `shape`; a repetition by `batch`, or a multiple of it, follows the number of samples."""
     aligned = (1,) * (len(shape) - len(x.shape)) + x.shape
     dim = None if "n" in x.spec.dims else samples_along(aligned, shape, batch)
     if dim is None:
@@ -81,7 +81,7 @@ def expanded(x: Operand, shape: tuple[int, ...], batch: int) -> Tensor:
 
 
 def samples_along(before: tuple[int, ...], after: tuple[int, ...], batch: int) -> int | None:
-    """The dimension, of extent 1 before, that is repeated for every sample; of dimension 0 also for a multiple."""
+    """The dimension, of size 1 before, that is repeated for every sample; for dimension 0 also by a multiple."""
     pairs = list(enumerate(zip(before, after, strict=True)))
     if pairs and before[0] == 1 and after[0] == batch:
         return 0
@@ -93,7 +93,7 @@ def samples_along(before: tuple[int, ...], after: tuple[int, ...], batch: int) -
 
 
 def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """One after the other."""
+    """The parts concatenated along `dim`."""
     return parts[0] if len(parts) == 1 else Built(Concat(dim), tuple(parts))
 
 
@@ -103,7 +103,7 @@ def wrapped(dim: int, rank: int) -> int:
 
 
 def repeated(x: Operand, shape: tuple[int, ...], batch: int) -> Tensor:
-    """x tiled to `shape`: a dimension of extent 1 is expanded, another one joined with itself."""
+    """x tiled to `shape`: a dimension of size 1 is expanded, any other joined with itself."""
     own = (1,) * (len(shape) - len(x.shape)) + x.shape
     if own[0] > 1 and shape[0] == own[0] * batch and own[1:] == shape[1:] and batch > 1 and "n" not in x.spec.dims:
         wide = Built(Expand((batch, *own), True), (reshaped(x, (1, *own)),))  # once for every sample
@@ -112,7 +112,7 @@ def repeated(x: Operand, shape: tuple[int, ...], batch: int) -> Tensor:
     for dim, (have, want) in enumerate(zip(own, shape, strict=True)):
         if have not in (1, want):
             if want // have > MOST_PIECES:
-                raise LayerwiseError(f"{want // have} copies of a tensor are more than {MOST_PIECES}")
+                raise LayerwiseError(f"{want // have} copies of a tensor are not supported: at most {MOST_PIECES} are")
             result = joined([result] * (want // have), dim)
     samples = own[0] == 1 and shape[0] == batch and "n" not in x.spec.dims
     if not samples and all(have != 1 or want == 1 for have, want in zip(own, shape, strict=True)):
@@ -144,8 +144,8 @@ def axis(call: Call, name: str = "dim") -> int:
 
 
 def gathered(x: Operand, dim: int, index: Operand) -> Tensor:
-    """x at positions of a dimension: slices that are joined, where constants are few pieces; rows of a table of
-    parameters are embedded.
+    """x at positions of a dimension: joined slices if constant positions form few pieces; an embedding lookup for rows
+    of a table of parameters.
     """
     if x.role == "parameter" and len(x.shape) == 2 and dim == 0 and index.spec.dtype != "bool" and not x.transposed:
         wraps = index.value is None or bool((np.asarray(index.value, np.int64) < 0).any())
@@ -161,7 +161,7 @@ def gathered(x: Operand, dim: int, index: Operand) -> Tensor:
 
 
 def picked(x: Operand, dim: int, index: Operand, *, wraps: bool = False) -> Tensor:
-    """x at positions of one dimension, one an element; where there are fewer in another one, of its first elements."""
+    """x at one position an element along one dimension; a smaller other dimension uses its first elements."""
     result: Tensor = x
     for i, (have, wanted) in enumerate(zip(x.shape, index.shape, strict=True)):
         if i != dim and wanted < have:
@@ -170,35 +170,37 @@ def picked(x: Operand, dim: int, index: Operand, *, wraps: bool = False) -> Tens
 
 
 def pieces(places: NDArray[np.int64]) -> int:
-    """The number of slices that take these places."""
+    """The number of slices that these places form."""
     steps = np.diff(places)
     return 1 if len(set(steps.tolist())) <= 1 and (steps > 0).all() else int((steps != 1).sum()) + 1
 
 
 def made_constant(value: NDArray[np.int64]) -> Operand:
-    """Positions that an importer computes, named by what they are."""
+    """Positions that an importer computes, named after their content."""
     digest = sha256(repr(value.shape).encode() + value.tobytes()).hexdigest()[:16]
     spec = TensorSpec(value.shape, (None,) * value.ndim, "int64")
     return Operand("constant", f"positions.{digest}", spec, value)
 
 
 def places_of(index: Operand, extent: int) -> NDArray[np.int64]:
-    """The positions that a constant index means, in a dimension of this extent."""
+    """The positions that a constant index means in a dimension of this extent."""
     if index.value is None:
-        raise LayerwiseError("index: positions that are computed from the input are not supported; write it as slices")
+        raise LayerwiseError("index: positions computed from the input are not supported: write it as slices")
     if index.value.dtype != np.bool_:
         return np.asarray(index.value, np.int64) % extent
     if index.value.ndim != 1:
-        raise LayerwiseError(f"index: a mask of shape {index.value.shape} is not supported; write it as slices")
+        raise LayerwiseError(f"index: a mask of shape {index.value.shape} is not supported: write it as slices")
     return np.flatnonzero(index.value)
 
 
 def runs(x: Tensor, shape: Sequence[int], dim: int, places: NDArray[np.int64]) -> list[Tensor]:
-    """Slices of x, which has this shape, that together take these places."""
+    """Slices of x, which has this shape, that together cover these places."""
     steps = np.diff(places)
     if len(places) > 1 and (steps == steps[0]).all() and steps[0] > 0:
         return [sliced(x, shape, dim, int(places[0]), int(places[-1]) + 1, int(steps[0]))]
     ends = [0, *(np.flatnonzero(steps != 1) + 1).tolist(), len(places)]
     if len(ends) - 1 > MOST_PIECES:
-        raise LayerwiseError(f"index: the positions fall into {len(ends) - 1} pieces, more than {MOST_PIECES}")
+        raise LayerwiseError(
+            f"index: the positions form {len(ends) - 1} slices, more than the {MOST_PIECES} that are supported"
+        )
     return [sliced(x, shape, dim, int(places[a]), int(places[a]) + b - a) for a, b in pairwise(ends)]

@@ -1,4 +1,4 @@
-"""Losses by name, behind a built-in network that has none of its own: `unet3d:64+dice` is a network with its loss."""
+"""Named losses for built-in networks without one: `unet3d:64+dice` is a network with its loss."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from layerwise.models import names
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-SMOOTH = 1e-5  # as MONAI's and nnU-Net's: a class that is nowhere, and is not found, has a Dice of 1
+SMOOTH = 1e-5  # as in MONAI and nnU-Net: a class that is absent and not predicted has a Dice of 1
 
 
 def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    """The mean over samples and positions."""
+    """The mean cross entropy over samples and positions."""
     import torch.nn.functional as F
 
     return F.cross_entropy(logits, target)
 
 
 def dice(logits: Tensor, target: Tensor) -> Tensor:
-    """1 - the mean of the soft Dice of each sample and class, as MONAI's DiceLoss(softmax=True, to_onehot_y=True)."""
+    """1 - the mean soft Dice over samples and classes, like MONAI's DiceLoss(softmax=True, to_onehot_y=True)."""
     import torch.nn.functional as F
 
     p, positions = logits.softmax(1), tuple(range(2, logits.dim()))
@@ -32,7 +32,7 @@ def dice(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def dice_and_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    """Their sum, as MONAI's DiceCELoss has it."""
+    """The sum of both losses, like MONAI's DiceCELoss."""
     return dice(logits, target) + cross_entropy(logits, target)
 
 
@@ -44,26 +44,28 @@ LOSSES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def parted(spec: str) -> tuple[str, str | None]:
-    """The network's own name, and its loss's, if it names one."""
+    """The network's own name, and the name of its loss, or None."""
     name, _, loss = spec.partition("+")
     return (name, loss) if loss in LOSSES else (spec, None)
 
 
 def model_with(spec: str, loss: str | None) -> str:
-    """MODEL with this loss. LayerwiseError where it has one already, or is none of the built-in networks."""
+    """MODEL with this loss. Raises LayerwiseError if it already has one, or is not a built-in network."""
     if loss is None:
         return spec
     if spec.partition(":")[0].partition("+")[0] not in names():
-        raise LayerwiseError(f"model {spec!r}: --loss is for built-in networks; let yours return its loss of a target")
+        raise LayerwiseError(
+            f"model {spec!r}: --loss is for built-in networks: return the loss from your model instead"
+        )
     if parted(spec)[1] is not None:
-        raise LayerwiseError(f"model {spec!r} names its loss already: leave out --loss")
+        raise LayerwiseError(f"model {spec!r} already names its loss: leave out --loss")
     return f"{spec}+{loss}"
 
 
 def with_loss(network: nn.Module, inputs: tuple[Tensor, ...], spec: str, loss: str) -> tuple[nn.Module, Tensor]:
-    """The network, which returns its loss from now on, by its own names; and a target for it, classes of positions.
+    """The network, which from now on returns its loss, under its own names; and a target of classes for it.
 
-    LayerwiseError where its output is not (samples, classes, positions, ...).
+    Raises LayerwiseError if its output is not (samples, classes, positions, ...).
     """
     import torch
 
@@ -75,6 +77,7 @@ def with_loss(network: nn.Module, inputs: tuple[Tensor, ...], spec: str, loss: s
     with torch.no_grad():
         out = network(*inputs)
     if not isinstance(out, torch.Tensor) or out.dim() < 3:
-        raise LayerwiseError(f"model {spec!r}: --loss is for one output (samples, classes, positions), which it lacks")
-    network.__class__ = type(f"{kind.__name__}WithLoss", (kind,), {"forward": forward})  # copies of it have that, too
+        raise LayerwiseError(f"model {spec!r}: --loss needs a single output (samples, classes, positions)")
+    # copies of it have the class too
+    network.__class__ = type(f"{kind.__name__}WithLoss", (kind,), {"forward": forward})
     return network, torch.zeros_like(out[:, 0], dtype=torch.int64)

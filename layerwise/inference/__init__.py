@@ -1,5 +1,5 @@
-"""Answers for volumes that fit no device: read, computed, reduced and written box by box.
+"""Predictions for volumes that fit no device: read, computed, reduced and written box by box.
 
-`predict` is the door, `command` that of `layerwise predict`; `predictor` computes windows and mirrors, `blend` adds
-them up, `results` writes. It knows `run`, `volumes` and of `train` what evaluates.
+`predict` is the entry point, `command` is `layerwise predict`; `predictor` computes windows and mirrored samples,
+`blend` adds them up, `results` writes. It knows `run`, `volumes` and the evaluation part of `train`.
 """

@@ -1,4 +1,4 @@
-"""Blend: the weighted mean of passes over parts of a sample, of which every rank has its box alone."""
+"""Blend: the weighted mean of passes over parts of a sample; each rank has only its box."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from layerwise.partition.moved import Transfer, transfer
 from layerwise.partition.place import Each
 from layerwise.run.schedule.redistribute import Redistribution
 
-Profiles = Sequence[Tensor | None]  # by dimension, the weights of a pass's positions; None: all alike
+Profiles = Sequence[Tensor | None]  # by dimension, the weights of a pass's positions; None: all equal
 
 
 def move(comm: Comm, x: Tensor | None, owned: Each, needed: Each, like: Tensor, what: str) -> Tensor | None:
-    """Returns this rank's box of `needed`, of a tensor of which the ranks own boxes `owned`. Every rank calls it."""
+    """Returns this rank's box in `needed` of a tensor whose boxes `owned` the ranks hold. Every rank must call it."""
     plan = transfer(owned, needed, comm.rank)
     if plan.pattern != "local":
         plan = _as_messages(plan)
@@ -27,12 +27,12 @@ def move(comm: Comm, x: Tensor | None, owned: Each, needed: Each, like: Tensor, 
 
 
 def _as_messages(plan: Transfer) -> Transfer:
-    """Returns a transfer that no collective is prepared for."""
+    """Returns the transfer as messages: no collective is prepared for it."""
     return replace(plan, pattern="messages", group=())
 
 
 def slab(full: Box, rank: int, ranks: int, first: int) -> Box | None:
-    """Returns the part of a tensor that a rank has: of its longest dimension from `first` on, that of its positions."""
+    """Returns a rank's part of a tensor, which is cut along the longest of its dimensions from `first` on."""
     dim = max(range(first, len(full.hi)), key=full.hi.__getitem__)
     lo, hi = list(full.lo), list(full.hi)
     lo[dim], hi[dim] = (full.hi[dim] * (rank + more) // ranks for more in (0, 1))
@@ -41,12 +41,12 @@ def slab(full: Box, rank: int, ranks: int, first: int) -> Box | None:
 
 
 class Blend:
-    """Sums what passes return into the boxes that ranks own of the sample.
+    """Sums the results of passes into the boxes that ranks own of the sample.
 
     Args:
         comm: The ranks.
-        owned: By rank, the box of the sample's output that it keeps.
-        like: Has the device of what is summed; sums are float32, or float64 where that is.
+        owned: Each rank's box of the sample's output.
+        like: A tensor on the device of the sums, which are float64 if it is, else float32.
     """
 
     def __init__(self, comm: Comm, owned: Each, like: Tensor) -> None:
@@ -57,9 +57,9 @@ class Blend:
         self._total, self._weights = self._like.new_zeros(shape), self._like.new_zeros(shape[2:])
 
     def add(self, boxes: Each, x: Tensor | None, region: Box, profiles: Profiles) -> None:
-        """Adds a pass over `region`, of which the ranks have `boxes` (of the whole output). Every rank calls it.
+        """Adds a pass over `region`, of which the ranks hold `boxes` (of the full output). Every rank must call it.
 
-        profiles: by dimension of the region but for samples and channels.
+        profiles: weights by dimension of the region, without samples and channels.
         """
         needed = tuple(None if own is None or not (own & region).volume else own & region for own in self.owned)
         x = None if x is None else x.to(self._like.dtype)
@@ -77,5 +77,5 @@ class Blend:
         self._weights[place[2:]] += weights
 
     def mean(self) -> Tensor | None:
-        """Returns this rank's box of the mean; None where it owns none."""
+        """Returns this rank's box of the mean, or None."""
         return None if self.box is None else self._total / self._weights

@@ -1,4 +1,4 @@
-"""Cases: the samples that are to be predicted, and what the network takes and returns of each."""
+"""Cases: the samples to predict, and what the network takes and returns for each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from layerwise.volumes.loader import BoxLoader
 from layerwise.volumes.reading import POSITIONS, BatchReader, BoxInput
 from layerwise.volumes.sources import SampleRegion, SampleSource, source_of
 
-ENDINGS = (".nii.gz", ".nii", ".npy", ".zarr", ".h5", ".hdf5")  # that names of results have not
+ENDINGS = (".nii.gz", ".nii", ".npy", ".zarr", ".h5", ".hdf5")  # removed from the names of results
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +27,10 @@ class Cases:
     """Samples of a network's inputs.
 
     Attributes:
-        inputs: Of the network at the planned size, and where their samples lie.
-        returned: The output at the planned size.
-        names: What results are called: as the files of the samples, else by number.
-        files: Of each sample's first input; None where it lies in none of its own.
+        inputs: The network's inputs at the planned size, and the sources of their samples.
+        returned: The network's output at the planned size.
+        names: The names of results: those of the samples' files, else numbers.
+        files: The file of each sample's first input; None if it has no file of its own.
     """
 
     inputs: tuple[BoxInput, ...]
@@ -40,21 +40,21 @@ class Cases:
 
     @staticmethod
     def of(model: ParallelModule, samples: object, output: int) -> Cases:
-        """Returns the cases of a user's `samples`. LayerwiseError where they will not do."""
+        """Returns the cases of a user's `samples`. Raises LayerwiseError if they are not usable."""
         layers = [layer for layer in of(model).layer_graph.layers if layer.role is Role.INPUT]
         outputs = of(model).layer_graph.layers[-1].specs
         if not 0 <= output < len(outputs):
-            raise LayerwiseError(f"the model has {len(outputs)} outputs: there is no number {output}")
+            raise LayerwiseError(f"output={output} is out of range: the model has {len(outputs)} outputs")
         sources: list[SampleSource]
         if isinstance(samples, BoxLoader):
             if not samples.as_they_are:
                 raise LayerwiseError(
-                    "predict writes every sample in its place: give a loader that does not shuffle, crop, flip or "
-                    "change them"
+                    "predict writes every sample in its place: pass a loader that does not shuffle, crop, flip or "
+                    "change samples"
                 )
             sources = [box_input.source for box_input in samples.inputs]
         elif len(layers) != 1:
-            raise LayerwiseError(f"the model takes {len(layers)} inputs: give a BoxLoader of all of them")
+            raise LayerwiseError(f"the model takes {len(layers)} inputs: pass a BoxLoader of all of them")
         else:
             sources = [source_of(samples, layers[0].name, None, layers[0].out.shape[1:])]
         pairs = zip(layers, sources, strict=True)
@@ -64,11 +64,11 @@ class Cases:
 
     @property
     def planned(self) -> Sizes:
-        """Returns the shape of a sample of each input that the plan is for."""
+        """Returns the shape of a sample of each input in the plan."""
         return tuple(box_input.spec.shape[1:] for box_input in self.inputs)
 
     def along(self, number: int = 0) -> tuple[int, ...]:
-        """Returns the dimensions of a sample of an input that are positions."""
+        """Returns the dimensions of an input's sample that are positions."""
         return tuple(i for i, label in enumerate(self.inputs[number].spec.dims[1:]) if label in POSITIONS)
 
     @property
@@ -80,7 +80,7 @@ class Cases:
     def follows(self) -> bool:
         """Returns whether an output (n, channels, ...) has the first input's positions, one by one.
 
-        All inputs have those, too, or none.
+        Other inputs must have the same positions, or none.
         """
 
         def positions(number: int) -> list[tuple[object, int]]:
@@ -95,18 +95,18 @@ class Cases:
         )
 
     def extents(self, shapes: Sizes) -> tuple[int, ...]:
-        """Returns the extents of a sample's positions, by its inputs' shapes. LayerwiseError where they differ."""
+        """Returns the sizes of a sample's positions, from its inputs' shapes. Raises LayerwiseError if they differ."""
         first = tuple(shapes[0][i] for i in self.along())
         for number, (shape, box_input) in enumerate(zip(shapes, self.inputs, strict=True)):
             other = tuple(shape[i] for i in self.along(number))
             if other not in (first, ()):
                 raise LayerwiseError(
-                    f"input {box_input.name!r} has extents {other}, and {self.inputs[0].name!r} has {first}"
+                    f"input {box_input.name!r} has extents {other}, but {self.inputs[0].name!r} has {first}"
                 )
         return first
 
     def sized(self, extents: Sequence[int]) -> Sizes:
-        """Returns the shape of a sample of each input, with these extents."""
+        """Returns the shape of a sample of each input, for these extents."""
         sizes = []
         for number, planned in enumerate(self.planned):
             at = dict(zip(self.along(number), extents, strict=False))
@@ -114,7 +114,7 @@ class Cases:
         return tuple(sizes)
 
     def regions(self, extents: Sequence[int], place: Sequence[int], mirrored: Sequence[int]) -> list[SampleRegion]:
-        """Returns what a pass reads of each input: these extents from `place` on; dimensions `mirrored` backwards."""
+        """Returns what a pass reads from each input: `extents` from `place` on, dimensions in `mirrored` backwards."""
         regions = []
         for number, (size, box_input) in enumerate(zip(self.sized(extents), self.inputs, strict=True)):
             along = self.along(number)
@@ -125,7 +125,9 @@ class Cases:
         return regions
 
     def shapes(self, number: int) -> Sizes:
-        """Returns the shapes of a sample's inputs. LayerwiseError where the network takes none such, of any size."""
+        """Returns the shapes of a sample's inputs. Raises LayerwiseError if the network cannot take
+        them at any size.
+        """
         shapes = tuple(box_input.source.shape(number) for box_input in self.inputs)
         for shape, box_input in zip(shapes, self.inputs, strict=True):
             spec = box_input.spec
@@ -133,25 +135,25 @@ class Cases:
             wanted = [n for n, label in zip(spec.shape[1:], spec.dims[1:], strict=True) if label not in POSITIONS]
             if len(shape) != len(spec.shape) - 1 or fixed != wanted:
                 raise LayerwiseError(
-                    f"{box_input.named(number)} has shape {shape}, and the model takes {spec.shape[1:]} of each"
+                    f"{box_input.named(number)} has shape {shape}, but the model takes {spec.shape[1:]} of each"
                 )
         return shapes
 
     def batches(self, numbers: Sequence[int], most: int) -> Iterator[list[int]]:
-        """Yields samples of equal shapes that follow one another, at most that many together."""
+        """Yields consecutive samples of equal shapes, at most `most` together."""
         for _, alike in groupby(numbers, self._shapes):
             while batch := list(islice(alike, most)):
                 yield batch
 
     def _shapes(self, number: int) -> object:
-        """Returns the shapes of a sample's inputs; of one that cannot be read its number, as no other has it."""
+        """Returns the shapes of a sample's inputs, or its number if it cannot be read, so that it is alone."""
         try:
             return tuple(box_input.source.shape(number) for box_input in self.inputs)
         except LayerwiseError:
             return number
 
     def read(self, numbers: Sequence[int], boxes: Sequence[Box], sources: Sequence[SampleSource]) -> list[Tensor]:
-        """Returns a box of each input of some samples together, checked as a BoxLoader does."""
+        """Returns a box of each input for some samples together, checked like a BoxLoader's."""
         inputs = tuple(
             replace(
                 box_input,
@@ -165,7 +167,7 @@ class Cases:
 
 
 def _names(files: Sequence[str | None]) -> tuple[str, ...]:
-    """Returns the samples' names: those of files, with as much of the path as tells them apart; else numbers."""
+    """Returns the samples' names: those of files, with enough of the path to tell them apart; else numbers."""
     if any(file is None for file in files) or len(set(files)) < len(files):
         return tuple(f"sample_{number:05d}" for number in range(len(files)))
     paths = [Path(str(file).partition("::")[0]).absolute().parts for file in files]

@@ -1,4 +1,6 @@
-"""layerwise predict PLAN.json: a planned network's answers for volumes, one process a rank (torchrun starts them)."""
+"""layerwise predict PLAN.json: a planned network's predictions for volumes, one process a rank
+(start with torchrun).
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,8 @@ def parser() -> argparse.ArgumentParser:
     p = Parser(
         prog="layerwise predict",
         description=(
-            "Computes a network's answers for volumes that fit no device: every rank reads,\ncomputes, reduces and "
-            "writes its boxes of them."
+            "Computes a network's predictions for volumes that fit no device: every rank reads,\ncomputes, reduces and "
+            "writes its boxes."
         ),
         epilog=EPILOG,
     )
@@ -47,34 +49,40 @@ def parser() -> argparse.ArgumentParser:
         metavar="FILE",
         nargs="+",
         required=True,
-        help=".npy, .zarr or .h5::name of all volumes (samples first); or a file a volume, also .nii or .nii.gz",
+        help="one .npy, .zarr or .h5::name of all volumes (samples first), or a file for each, also .nii or .nii.gz",
     )
-    p.add_argument("--out", metavar="OUT", required=True, help="a .npy of all, or a .zarr or a folder of one each")
+    p.add_argument(
+        "--out", metavar="OUT", required=True, help="a .npy for all, or a .zarr or folder with one array each"
+    )
     g = p.add_argument_group("what is computed")
-    g.add_argument("--reduce", choices=["argmax", "softmax", "sigmoid"], help="what is made of the outputs")
+    g.add_argument("--reduce", choices=["argmax", "softmax", "sigmoid"], help="reduction of the outputs")
     g.add_argument("--output", type=int, default=0, metavar="I", help="which of the network's outputs (default: 0)")
-    g.add_argument("--mirror", default="", metavar="DIMS", help="the mean over mirrored volumes, as in dhw")
-    g.add_argument("--window", metavar="DxHxW", help="extents of windows, also where a volume would fit as it is")
-    g.add_argument("--overlap", type=float, default=0.5, metavar="X", help="share of a window that two have (0.5)")
-    g.add_argument("--memory-limit", metavar="SIZE", help="of a device, as in 14GB: beyond it windows are taken")
+    g.add_argument(
+        "--mirror", default="", metavar="DIMS", help="take the mean over volumes mirrored along these, as in dhw"
+    )
+    g.add_argument("--window", metavar="DxHxW", help="extents of windows, used even if a volume would fit")
+    g.add_argument(
+        "--overlap", type=float, default=0.5, metavar="X", help="overlap of two windows, as a fraction (0.5)"
+    )
+    g.add_argument("--memory-limit", metavar="SIZE", help="of a device, as in 14GB: beyond it, windows are used")
     g.add_argument(
         "--dtype", type=precision, choices=["float32", "float64", "bf16"], default="float32", help="default: float32"
     )
     g = p.add_argument_group("output")
-    g.add_argument("--overwrite", action="store_true", help="also volumes whose results are there")
-    g.add_argument("--json", action="store_true", help="what was written, for programs")
+    g.add_argument("--overwrite", action="store_true", help="also predict volumes that have results")
+    g.add_argument("--json", action="store_true", help="write what was done as JSON")
     g.add_argument("--timeout", type=positive, default=30.0, metavar="S", help="seconds to wait for a rank (30)")
     return p
 
 
 @command(parser)
 def main(args: argparse.Namespace) -> int:
-    """Parses, predicts, prints. With several ranks it ends the process, as `layerwise.comm.start.leave` says."""
+    """Parses, predicts and prints. With several ranks it ends the process (`layerwise.comm.start.leave`)."""
     plan = load_plan(args.plan)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world != plan.gpus:
         raise LayerwiseError(
-            f"the plan is for {plan.gpus} ranks, there {'is' if world == 1 else 'are'} {world}: start them with "
+            f"the plan is for {plan.gpus} ranks, but there {'is' if world == 1 else 'are'} {world}: start with "
             f"torchrun --nproc-per-node {plan.gpus} -m layerwise.predict {args.plan} ..."
         )
     if plan.gpus == 1:
@@ -123,7 +131,7 @@ def _predict(plan: Plan, args: argparse.Namespace) -> int:
 
 
 def _stacked(path: str) -> bool:
-    """Returns whether a file has all samples (samples, ...), not one."""
+    """Returns whether a file contains all samples (samples, ...), not one."""
     return not path.lower().endswith((".nii", ".nii.gz"))
 
 
@@ -134,7 +142,7 @@ def _extents(text: str) -> tuple[int, ...]:
     except ValueError:
         extents = ()
     if not extents or min(extents) < 1:
-        raise LayerwiseError(f"--window takes extents such as 128x128x64, not {text!r}")
+        raise LayerwiseError(f"--window is {text!r}, but must be extents such as 128x128x64")
     return extents
 
 

@@ -1,4 +1,4 @@
-"""Digest: tells a model's values apart, whatever plan splits them, so that results of others are not taken for them."""
+"""Digest: identifies a model's values, whatever plan splits them, so that results of other values are not reused."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from layerwise.run.parallel import ParallelModule, of
 from layerwise.run.state.state import Shard
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
-CHUNK = 1 << 20  # elements that are looked at together
+CHUNK = 1 << 20  # elements read together
 FACTORS = (0x2545F4914F6CDD1D, 0x369DEA0F31A53F85, 0x27BB2EE687B0B0FD)  # odd, below 2^63 (Steele and Vigna, 2021)
 
 
 def values_digest(model: ParallelModule, *settings: object) -> str:
-    """Returns a digest of all parameters, buffers, autocast, and of the text of `settings`. Every rank calls it.
+    """Returns a digest of all parameters, buffers, autocast, and the text of `settings`. Every rank must call it.
 
-    The sum, modulo 2^64, of a number that each element and its position in the full tensor make: boxes add up.
+    It is the sum, modulo 2^64, of a number for each element and its position in the full tensor, so boxes add up.
     """
 
     def act() -> tuple[None, dict[str, int]]:
@@ -49,13 +49,13 @@ def _sum(shard: Shard) -> int:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Returns a tensor's elements as whole numbers, in a row; of a complex one those of both parts."""
+    """Returns a tensor's elements as integers, in a row; both parts of complex ones."""
     values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     return values.contiguous().reshape(-1).view(BITS[values.element_size()])
 
 
 def _places(shard: Shard) -> Iterator[Tensor]:
-    """Yields where the elements of `_bits` lie in the full tensor, row-major, chunk by chunk."""
+    """Yields the positions in the full tensor of the elements of `_bits`, row-major, chunk by chunk."""
     shape, lo, extents = shard.shape, shard.box.lo, shard.box.shape
     if shard.tensor.is_complex():
         shape, lo, extents = (*shape, 2), (*lo, 0), (*extents, 2)

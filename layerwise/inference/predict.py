@@ -30,11 +30,11 @@ from layerwise.train.score import evaluating
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """The samples that `predict` wrote, and those that it left.
+    """The samples that `predict` wrote, and those that it skipped.
 
     Attributes:
         written: The names of the samples that it wrote.
-        skipped: The names of those that an earlier run had written.
+        skipped: The names of the samples that an earlier run had written.
     """
 
     written: tuple[str, ...]
@@ -56,41 +56,41 @@ def predict(
     overwrite: bool = False,
     progress: bool | None = None,
 ) -> Predicted:
-    """Writes an output of every sample into `out`: no rank ever has more than its boxes of a sample or its output.
+    """Predicts every sample and writes its output into `out`; a rank has only its boxes of a sample and its output.
 
         model = layerwise.parallelize(network, x, inference=True, io="boxes")
         layerwise.predict(model, ["a.nii.gz", "b.nii.gz"], "labels", reduce="argmax")
 
-    Samples may have sizes of their own. One that the network does not take as it is, is padded with zeros to what its
-    strides ask for; one that is too large for all devices together is computed in windows of the planned size, whose
-    outputs are averaged with a Gaussian's weights. Every rank calls it alike.
+    Samples may differ in size. If the network does not accept a sample's size, it is padded with zeros to a multiple
+    of the network's strides; if a sample is too large for all devices together, it is computed in windows of the
+    planned size, whose outputs are averaged with Gaussian weights. Every rank must call it with the same arguments.
 
     Args:
-        model: A parallel module whose plan has io "boxes" or splits samples alone: then each rank computes samples of
-            its own. It is in evaluation mode meanwhile.
-        samples: A `BoxLoader` of unchanged samples, or, for a network of one input, what a BoxLoader reads: an array
-            (samples, ...), a file, or a list of files, one a sample (.npy, .zarr, .h5::name, .nii, .nii.gz).
-        out: A .npy file, or an array to write into, for all samples, (samples, ...), of one shape; a .zarr group or a
-            folder for an array a sample, under the name of its file (NIfTI where samples are). On a disk that all ranks
-            see; nothing is there before it is complete.
-        output: Which of the network's outputs.
-        reduce: What is made of a box (samples, classes, ...) of the output before it is written: "argmax" (the class),
-            "softmax", "sigmoid", or a function that computes position by position. None: nothing.
-        window: Positions of a window, by dimension of a sample but for channels. None: windows are taken where a sample
-            needs more than `memory_limit`, and have the planned size.
-        overlap: The share of a window that its neighbour covers, too, in [0, 1).
-        mirror: Dimensions such as "dhw": the mean over all ways to mirror a sample along them is taken.
-        memory_limit: Bytes of a device, or a text such as "14GB". None: what a GPU has; no limit on a CPU.
-        overwrite: Also samples that an earlier run has written are computed. Without it those of other weights or
-            options are refused.
-        progress: A bar on rank 0. None: where it writes to a terminal.
+        model: A parallel model whose plan has io "boxes", or splits samples only: then each rank computes its own
+            samples. It is in evaluation mode meanwhile.
+        samples: A `BoxLoader` of unchanged samples, or, for a network with one input, what a BoxLoader reads: an array
+            (samples, ...), a file, or a list of files, one for each sample (.npy, .zarr, .h5::name, .nii, .nii.gz).
+        out: For all samples, of one shape: a .npy file, or an array (samples, ...) to write into. For an array for each
+            sample, under the name of its file: a .zarr group or a folder (NIfTI if samples are). It must be on a disk
+            that all ranks see; a result appears once it is complete.
+        output: Index of the network's output.
+        reduce: Reduction of a box (samples, classes, ...) of the output before it is written: "argmax" (the class),
+            "softmax", "sigmoid", or a function that works position by position. None: no reduction.
+        window: Extents of a window, by dimension of a sample without channels. None: windows have the planned size,
+            and are used if a sample needs more than `memory_limit`.
+        overlap: The fraction of a window that its neighbour covers too, in [0, 1).
+        mirror: Dimensions such as "dhw": results are averaged over all ways to mirror a sample along them.
+        memory_limit: Bytes of a device, or a text such as "14GB". None: a GPU's memory; no limit on a CPU.
+        overwrite: Whether to compute samples that an earlier run has written. Otherwise results of other weights or
+            options raise an error.
+        progress: Whether rank 0 shows a bar. None: if it writes to a terminal.
 
     Returns:
-        The names of samples that were written, and of those that were there.
+        The names of samples that were written, and of those that existed.
 
     Raises:
-        LayerwiseError: The model, the samples or `out` will not do; or some samples failed, by name, after the others
-            were written (at once where all are in one array).
+        LayerwiseError: The model, the samples or `out` are not usable; or some samples failed: it names them after the
+            others are written (or at once, if all are in one array).
         CommError: A rank is gone.
 
     Examples:
@@ -131,23 +131,23 @@ def answer(
     mirror: str = "",
     memory_limit: float | str | None = None,
 ) -> Tensor:
-    """Returns an output of samples that every rank has in full, in full on every rank, as float32 or whole numbers.
+    """Returns the full output on every rank, as float32 or integers, for samples that every rank has in full.
 
     Args:
-        model: As `predict` takes it.
-        x: (samples, channels, ...), alike on all ranks, of any size; for networks of one input.
-        output: Which of the network's outputs.
-        reduce: What is made of each rank's box, before it is gathered: with "argmax" labels are, not logits.
-        window: As `predict` has it.
-        overlap: As `predict` has it.
-        mirror: As `predict` has it.
-        memory_limit: As `predict` has it.
+        model: As in `predict`.
+        x: (samples, channels, ...), of any size, equal on all ranks; for networks with one input.
+        output: Index of the network's output.
+        reduce: Reduction of each rank's box before the gather: with "argmax", labels are gathered, not logits.
+        window: As in `predict`.
+        overlap: As in `predict`.
+        mirror: As in `predict`.
+        memory_limit: As in `predict`.
 
     Returns:
-        (samples, classes, ...), or what `reduce` makes of that.
+        (samples, classes, ...), or its reduction.
 
     Raises:
-        LayerwiseError: As `predict`.
+        LayerwiseError: As in `predict`.
     """
     cases = Cases.of(model, x.detach().cpu(), output)
     outputs = list[Tensor]()
@@ -159,8 +159,8 @@ def answer(
 
 
 def _named(reduce: object) -> object:
-    """Returns what tells it from another between runs. Of a function at the top of a module that is its name; of a
-    module its text; of any other function its code, and what it closes over.
+    """Returns what identifies `reduce` across runs: the name of a function at a module's top level, the text of an
+    nn.Module, or any other function's code and closure.
     """
     if not callable(reduce):
         return reduce
@@ -175,16 +175,16 @@ def _named(reduce: object) -> object:
 
 
 def predicted(names: Sequence[str], there: Sequence[str], failed: Mapping[str, str]) -> Predicted:
-    """Returns what became of the samples. LayerwiseError where some failed: it names them, and says why."""
+    """Returns which samples were written. Raises LayerwiseError if some failed: it names them, and says why."""
     written = tuple(name for name in names if name not in there and name not in failed)
     if failed:
         reasons = "; ".join(f"{name}: {why}" for name, why in list(failed.items())[:4]) + "; ..." * (len(failed) > 4)
-        raise LayerwiseError(f"{len(failed)} of {len(names)} samples failed, {len(written)} are written: {reasons}")
+        raise LayerwiseError(f"{len(failed)} of {len(names)} samples failed, {len(written)} were written: {reasons}")
     return Predicted(written, tuple(there))
 
 
 def _full(comm: Comm, boxes: Each, x: Tensor | None) -> Tensor:
-    """Returns all of a tensor of which the ranks have boxes, on every rank."""
+    """Returns the full tensor, on every rank, from the ranks' boxes."""
     owned = [box for box in boxes if box is not None]
     full = Box.full(map(max, *(box.hi for box in owned), owned[0].hi))
     dtype = next(filter(None, comm.all_gather_text("" if x is None else dtype_name(x.dtype))))

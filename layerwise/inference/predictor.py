@@ -1,4 +1,4 @@
-"""Predictor: samples become boxes of their predictions, in one pass or in the mean of several."""
+"""Predictor: computes boxes of predictions for samples, in one pass or as the mean of several."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from layerwise.run.shapes import Sized, Sizes
 from layerwise.train.session import ON_CPU
 from layerwise.volumes.sources import SampleRegion, foreign
 
-MULTIPLES = (1, 2, 4, 8, 16, 32, 64)  # of extents, which networks with strides ask for
+MULTIPLES = (1, 2, 4, 8, 16, 32, 64)  # of extents, which networks with strides require
 Reduce = Literal["argmax", "softmax", "sigmoid"] | Callable[[Tensor], Tensor]
-Boxed = tuple[Each, Tensor | None]  # the box of every rank, and what this one has in its own
+Boxed = tuple[Each, Tensor | None]  # every rank's box, and this rank's tensor
 
 
 @dataclass(frozen=True)
 class Predictor:
-    """The way in which samples are computed.
+    """Computes predictions.
 
     Attributes:
         model: The network, in evaluation.
         cases: The samples.
-        comm: The ranks that compute a sample together.
-        output: Which of the network's outputs.
-        reduce: What is made of a box of it.
-        window: Extents of a window; None: of the planned size, where a sample needs more than `limit_bytes`.
-        overlap: The share of a window that its neighbour covers, too.
-        mirror: Labels of the dimensions along which the mean over mirrored samples is taken.
-        limit_bytes: What a pass may take on a device.
+        comm: The ranks that share a sample.
+        output: Index of the network's output.
+        reduce: The reduction applied to a box of the output.
+        window: Extents of a window; None: the planned size, if a sample needs more than `limit_bytes`.
+        overlap: The fraction of a window that its neighbour covers too.
+        mirror: Labels of the dimensions along which samples are also mirrored; results are averaged.
+        limit_bytes: The memory that a pass may use on a device.
     """
 
     model: ParallelModule
@@ -60,10 +60,10 @@ class Predictor:
     def __post_init__(self) -> None:
         cases = self.cases
         if not 0 <= self.overlap < 1:
-            raise LayerwiseError(f"overlap must be in [0, 1), not {self.overlap}")
+            raise LayerwiseError(f"overlap is {self.overlap}, but must be in [0, 1)")
         unknown = [label for label in self.mirror if label not in cases.labels]
         if unknown:
-            raise LayerwiseError(f"mirror={self.mirror!r}: {unknown[0]!r} is none of {', '.join(cases.labels)}")
+            raise LayerwiseError(f"mirror={self.mirror!r}: {unknown[0]!r} is not one of {', '.join(cases.labels)}")
         if (self.mirror or self.window is not None) and not cases.follows:
             raise LayerwiseError("window= and mirror= need a network whose output has the positions of its inputs")
         if self.window is not None and len(self.window) != len(cases.along()):
@@ -72,7 +72,9 @@ class Predictor:
             )
 
     def batch(self, numbers: Sequence[int]) -> Iterator[Boxed]:
-        """Yields predictions of samples of equal shapes, reduced, one by one. Every rank of `comm` calls it alike."""
+        """Yields reduced predictions of samples of equal shapes, one by one. Every rank of `comm`
+        must call it alike.
+        """
 
         def seen() -> tuple[Sizes, JSON]:
             shapes_here = self.cases.shapes(numbers[0])
@@ -80,7 +82,7 @@ class Predictor:
 
         shapes, ranks = agree(self.comm, seen)
         if any(other != ranks[0] for other in ranks):
-            raise LayerwiseError(f"the ranks see other samples, or of other shapes: {ranks[0]} and others")
+            raise LayerwiseError(f"the ranks see different samples or shapes: {ranks[0]} and others")
         passed = self._mean(numbers, shapes) if self.cases.follows else self._full(numbers, shapes)
         boxes, x = self._reduced(*passed)
         for place in range(len(numbers)):
@@ -97,7 +99,7 @@ class Predictor:
         return self._pass(numbers, of(self.model).sized(shapes, len(numbers)), regions)
 
     def _mean(self, numbers: Sequence[int], shapes: Sizes) -> Boxed:
-        """Returns one pass over samples and what pads them, or the mean of passes over windows and mirrored samples."""
+        """Returns one pass over padded samples, or the mean of passes over windows and mirrored samples."""
         cases, count = self.cases, len(numbers)
         extents = cases.extents(shapes)
         size, places = self._passes(extents, count)
@@ -124,7 +126,7 @@ class Predictor:
         return blend.owned, blend.mean()
 
     def _passes(self, extents: tuple[int, ...], count: int) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
-        """Returns the extents of what each pass reads of samples with these, and where it begins."""
+        """Returns the extents that each pass reads of samples with these extents, and where each pass begins."""
         plan, planned = of(self.model).plan, self.cases.extents(self.cases.planned)
         samples = plan.batch if self.comm is of(self.model).comm else max(1, plan.batch // plan.gpus)  # on a device
         needed = plan.predicted.get("memory_bytes", 0.0) * prod(extents) * count
@@ -132,11 +134,11 @@ class Predictor:
         size = self._taken(tuple(self.window or planned) if windowed else extents, count)
         large = [max(n, m) for n, m in zip(extents, size, strict=True)]
         places = starts(large, size, self.overlap) if windowed else [(0,) * len(size)]
-        before = [(n - m) // 2 for n, m in zip(large, extents, strict=True)]  # half of what pads it
+        before = [(n - m) // 2 for n, m in zip(large, extents, strict=True)]  # half of the padding
         return size, [tuple(a - b for a, b in zip(place, before, strict=True)) for place in places]
 
     def _taken(self, extents: tuple[int, ...], count: int) -> tuple[int, ...]:
-        """Returns the least extents from these on that the network takes, and returns the positions of."""
+        """Returns the smallest extents, at least these, that the network accepts with outputs at the same positions."""
         refused: object = "its output has other positions than its input"
         for multiple in MULTIPLES:
             size = tuple(-(-n // multiple) * multiple for n in extents)
@@ -148,7 +150,7 @@ class Predictor:
             if returned[2:] == size:
                 return size
         shape = self.cases.sized(extents)[0]
-        raise LayerwiseError(f"the network takes no samples of shape {shape}, nor padded ones: {refused}")
+        raise LayerwiseError(f"the network accepts no samples of shape {shape}, even padded: {refused}")
 
     def _pass(self, numbers: Sequence[int], sized: Sized, regions: Sequence[SampleRegion]) -> Boxed:
         read = agree(self.comm, lambda: (self.cases.read(numbers, sized.inputs, regions), None))[0]
@@ -158,7 +160,9 @@ class Predictor:
 
     @contextmanager
     def _enough_memory(self) -> Iterator[None]:
-        """Makes torch's errors of too little memory a sentence, with which ranks that compute together all end."""
+        """A context that turns torch's out-of-memory errors into one error, which ends all ranks
+        that compute together.
+        """
         try:
             yield
         except (MemoryError, RuntimeError) as error:
@@ -166,12 +170,12 @@ class Predictor:
                 raise
             kind = CommError if self.comm.size > 1 else LayerwiseError
             raise kind(
-                f"rank {of(self.model).comm.rank} ran out of memory: give a smaller memory limit or window, or more "
+                f"rank {of(self.model).comm.rank} ran out of memory: use a smaller memory limit or window, or more "
                 "ranks"
             ) from error
 
     def _reduced(self, boxes: Each, x: Tensor | None) -> Boxed:
-        """Returns what is written of a prediction: float32 where it is no whole number."""
+        """Returns a prediction as it is written: float32, unless it is integers."""
         if x is not None and x.is_floating_point():
             x = x.float()
         if self.reduce is None:
@@ -179,7 +183,7 @@ class Predictor:
         owned = [box for box in boxes if box is not None and box.volume]
         if len({(box.lo[1], box.hi[1]) for box in owned}) > 1:
             raise LayerwiseError(
-                "the plan splits the classes of the output, and reduce= needs all of them: reduce them in the model"
+                "the plan splits the classes of the output, but reduce= needs all of them: reduce them in the model"
             )
         if self.reduce in ("softmax", "sigmoid"):
             return boxes, x if x is None else (x.softmax(1) if self.reduce == "softmax" else x.sigmoid())
@@ -188,11 +192,11 @@ class Predictor:
             x = x if x is None else x.argmax(1).to(torch.uint8 if classes <= 256 else torch.int32)
             return tuple(None if b is None else Box((b.lo[0], *b.lo[2:]), (b.hi[0], *b.hi[2:])) for b in boxes), x
         if not callable(self.reduce):
-            raise LayerwiseError(f"reduce={self.reduce!r}: it is argmax, softmax, sigmoid or a function of a box")
+            raise LayerwiseError(f"reduce={self.reduce!r}: it must be argmax, softmax, sigmoid or a function of a box")
         return self._by_user(self.reduce, boxes, x)
 
     def _by_user(self, reduce: Callable[[Tensor], Tensor], boxes: Each, x: Tensor | None) -> Boxed:
-        """Returns what a function of the user's makes of a box: classes of its own number, or none."""
+        """Returns a user's function of a box, which may change or drop the classes."""
 
         def act() -> tuple[Tensor | None, list[int] | None]:
             if x is None:
@@ -206,7 +210,7 @@ class Predictor:
                 or reduced.shape[:1] + reduced.shape[reduced.dim() - x.dim() + 2 :] != x.shape[:1] + x.shape[2:]
             ):
                 raise LayerwiseError(
-                    "reduce= must return a tensor (n, classes, ...) or (n, ...) of the positions it is given"
+                    "reduce= must return a tensor (n, classes, ...) or (n, ...) with the positions of its argument"
                 )
             return reduced, list(reduced.shape[1 : reduced.dim() - x.dim() + 2])
 
@@ -220,7 +224,7 @@ class Predictor:
 
 
 def _placed(box: Box, region: Box, mirrored: Sequence[int]) -> Box:
-    """Returns the box of a pass's output in the sample's positions. mirrored: dimensions that it read backwards."""
+    """Returns the box of a pass's output in the sample's positions. mirrored: dimensions read backwards."""
     lo, hi = list(box.lo), list(box.hi)
     for dim in mirrored:
         lo[dim], hi[dim] = region.shape[dim] - box.hi[dim], region.shape[dim] - box.lo[dim]
@@ -229,7 +233,7 @@ def _placed(box: Box, region: Box, mirrored: Sequence[int]) -> Box:
 
 
 def _cut(boxes: Each, x: Tensor | None, full: Box, rank: int) -> Boxed:
-    """Returns boxes and this rank's tensor without what was padded."""
+    """Returns boxes and this rank's tensor without the padding."""
     cut = tuple(None if box is None or not (box & full).volume else box & full for box in boxes)
     box, rest = boxes[rank], cut[rank]
     return cut, None if x is None or box is None or rest is None else x[rest.slices(box)]

@@ -1,7 +1,7 @@
-"""Results: where predictions are written, box by box, and are complete or not there.
+"""Results: writes predictions, box by box; each is either complete or absent.
 
-A folder or a Zarr group has an array a sample, under its name; a .npy file, or an array of the user's, has all samples,
-which then have one shape.
+A folder or a Zarr group has an array for each sample, under its name. A .npy file, or an array of the user's, has all
+samples, which must have one shape.
 """
 
 from __future__ import annotations
@@ -28,48 +28,48 @@ from layerwise.inference.blend import move
 from layerwise.partition.place import Each
 from layerwise.volumes.sources import foreign, mapped
 
-LEAST_CHUNK = 16  # positions along a dimension of a Zarr chunk: smaller ones are many small files
+LEAST_CHUNK = 16  # the least positions along a dimension of a Zarr chunk, to avoid many small files
 MOST_CHUNK = 128
 
 
 class Results(ABC):
-    """A place for predictions. The ranks that compute a sample together call the methods alike."""
+    """A destination for predictions. The ranks that compute a sample together must call its methods alike."""
 
-    separate = True  # whether each sample has an array of its own, and is complete where others are not
-    digest = ""  # of the model and of what is made of its outputs
+    separate = True  # whether each sample has its own array, which is complete independently of the others
+    digest = ""  # of the model and of the reduction of its outputs
     comm: Comm
 
     @contextmanager
     def open(self, comm: Comm) -> Iterator[None]:
-        """Opens the place, within which samples are written."""
+        """Opens the destination; write samples within it."""
         self.comm = comm
         yield
 
     def complete(self, name: str) -> bool:
-        """Returns whether an earlier run has written this sample. LayerwiseError where that was of another digest."""
+        """Returns whether an earlier run has written this sample. Raises LayerwiseError if its digest differs."""
         return False
 
     def _check(self, name: str, recorded: object) -> bool:
-        """Returns what `complete` does, of a sample that is there."""
+        """Returns what `complete` does for an existing sample."""
         if recorded != self.digest:
             raise LayerwiseError(
-                f"the result {name!r} that is there is not known to be of these weights and options: give --overwrite "
-                "(overwrite=True), or another folder"
+                f"the existing result {name!r} may belong to other weights or options: pass --overwrite "
+                "(overwrite=True), or use another folder"
             )
         return True
 
     @abstractmethod
     def write(self, number: int, name: str, boxes: Each, x: Tensor | None) -> None:
-        """Writes a sample: of its array rank r has the box boxes[r], and `x` is this rank's."""
+        """Writes a sample: rank r has the box boxes[r] of its array, and `x` is this rank's."""
 
     def _array(self, boxes: Each, x: Tensor | None) -> tuple[tuple[int, ...], np.dtype[Any]]:
-        """Returns shape and element type of the array whose boxes the ranks have."""
+        """Returns the shape and element type of the array with these boxes."""
         owned = [box for box in boxes if box is not None]
         types = self.comm.all_gather_text("" if x is None else str(x.dtype).removeprefix("torch."))
         return tuple(map(max, *(box.hi for box in owned), owned[0].hi)), np.dtype(next(filter(None, types)))
 
     def _first(self, act: Callable[[], object], what: str) -> None:
-        """Has rank 0 do this, however long it takes, while the others wait."""
+        """Makes rank 0 do this, however long it takes, while the others wait."""
 
         def guarded() -> None:
             with foreign(what):
@@ -78,7 +78,7 @@ class Results(ABC):
         alone(self.comm, guarded)
 
     def _in_turns(self, act: Callable[[], object], what: str, turn: str) -> None:
-        """Has ranks of one `turn` do this together, after those of a turn before; where it fails on one, all raise."""
+        """Makes ranks of the same `turn` do this together, turn by turn; if it fails on one rank, all raise."""
 
         def guarded() -> tuple[None, None]:
             with foreign(what):
@@ -89,12 +89,12 @@ class Results(ABC):
             agree(self.comm, guarded if turn == each else lambda: (None, None))
 
     def _rank(self) -> str:
-        """Returns the turn of this rank alone."""
+        """Returns a turn for this rank only."""
         return f"{self.comm.rank:09d}"
 
 
 class NpyFolder(Results):
-    """A folder with a .npy file a sample."""
+    """A folder with a .npy file for each sample."""
 
     suffix = ".npy"
 
@@ -106,7 +106,7 @@ class NpyFolder(Results):
         return file.exists() and self._check(name, record.read_text() if record.exists() else None)
 
     def _files(self, name: str) -> tuple[Path, Path]:
-        """Returns a sample's file, and that of its digest."""
+        """Returns a sample's file, and its digest's file."""
         return self.folder / f"{name}{self.suffix}", self.folder / ".layerwise" / f"{name}{self.suffix}"
 
     def write(self, number: int, name: str, boxes: Each, x: Tensor | None) -> None:
@@ -118,11 +118,12 @@ class NpyFolder(Results):
 
 
 class NiftiFolder(NpyFolder):
-    """A folder with a .nii.gz file a sample, which rank 0 writes: labels of a volume fit where its logits do not.
+    """A folder with a .nii.gz file for each sample. Rank 0 writes it, as a volume's labels fit there though its logits
+    do not.
 
     Args:
         folder: Its path.
-        files: The samples' own NIfTI files, whose place in the body (affine) the results take over.
+        files: The samples' NIfTI files, whose affine matrices the results copy.
     """
 
     suffix = ".nii.gz"
@@ -152,7 +153,7 @@ class NiftiFolder(NpyFolder):
 
 
 class ZarrGroup(Results):
-    """A Zarr group with an array a sample; ranks that share one of its chunks write one after the other."""
+    """A Zarr group with an array for each sample; ranks that share a chunk write one after the other."""
 
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder)
@@ -184,7 +185,7 @@ class ZarrGroup(Results):
 
 
 class StackedResults(Results):
-    """One array (samples, ...): a .npy file, or an array of the user's to write into."""
+    """One array (samples, ...): a .npy file, or a user's array to write into."""
 
     separate = False
 
@@ -207,13 +208,13 @@ class StackedResults(Results):
             self.shape = shape
         if self.shape != shape:
             raise LayerwiseError(
-                f"sample {number} makes an array of shape {shape}, and those before of {self.shape}: "
-                "give a .zarr or a folder to write into"
+                f"sample {number} has an array of shape {shape}, but earlier ones have {self.shape}: write into a "
+                ".zarr or a folder"
             )
         what, box, file = f"samples from {number} cannot be written", boxes[self.comm.rank], self.file
         if file is not None:
             self._in_turns(lambda: _put_into_file(file, box, x, number), what, _host())
-        else:  # the boxes of several ranks may share a chunk of it
+        else:  # several ranks' boxes may share a chunk
             self._in_turns(lambda: _put(self.out, box, x, number), what, self._rank())
 
     def _open(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
@@ -221,20 +222,23 @@ class StackedResults(Results):
             _check(self.out, shape, dtype)
             if type(self.out) is np.ndarray and self.comm.size > 1 and torch.distributed.is_initialized():
                 raise LayerwiseError(
-                    "each rank would fill its own array with its own boxes: give a path, or a Zarr array that all see"
+                    "each rank would fill its own array with its own boxes only: pass a path, or a Zarr array that all "
+                    "ranks see"
                 )
             return
         file = self._files.enter_context(_beside(self, Path(self.out), folders=False))
-        self._first(lambda: np.lib.format.open_memmap(file, mode="w+", dtype=dtype, shape=shape), "it cannot be made")
+        self._first(
+            lambda: np.lib.format.open_memmap(file, mode="w+", dtype=dtype, shape=shape), "it cannot be created"
+        )
         self.file = file
 
 
 def results_of(out: object, samples: int, files: Sequence[str | None]) -> Results:
-    """Returns the place that `out` names. files: of the samples. LayerwiseError where it will not do."""
+    """Returns the destination that `out` names. files: of the samples. Raises LayerwiseError if it is not usable."""
     if not isinstance(out, str | os.PathLike):
         if not hasattr(out, "__setitem__") or not hasattr(out, "shape") or isinstance(out, Tensor):
             raise LayerwiseError(
-                f"predict cannot write into a {type(out).__name__}: give a .npy, a .zarr or a folder, or an array"
+                f"predict cannot write into a {type(out).__name__}: pass a .npy, a .zarr, a folder or an array"
             )
         return StackedResults(out, samples)
     path = os.fspath(out)
@@ -244,16 +248,17 @@ def results_of(out: object, samples: int, files: Sequence[str | None]) -> Result
     if kind == ".zarr":
         return ZarrGroup(path)
     if kind and not Path(path).is_dir():
-        raise LayerwiseError(f"predict makes .npy files, .zarr groups and folders, not {path!r}")
+        raise LayerwiseError(f"predict writes .npy files, .zarr groups and folders, not {path!r}")
     nifti = [file for file in files if file is not None and file.lower().endswith((".nii", ".nii.gz"))]
     return NiftiFolder(path, nifti) if len(nifti) == samples else NpyFolder(path)
 
 
 @contextmanager
 def _beside(results: Results, target: Path, record: Path | None = None, *, folders: bool = True) -> Iterator[Path]:
-    """Yields a path beside `target`, alike on all ranks; rank 0 renames it to that, or removes it on an error.
+    """Yields a path beside `target`, the same on all ranks; rank 0 then renames it to `target`, or removes it on an
+    error.
 
-    record: the file that then has the digest; meanwhile there is none. folders: those above `target` are made.
+    record: the file that then has the digest; meanwhile there is none. folders: create those above `target`.
     """
     comm = results.comm
 
@@ -263,7 +268,9 @@ def _beside(results: Results, target: Path, record: Path | None = None, *, folde
         if folders:
             target.parent.mkdir(parents=True, exist_ok=True)
         if not target.parent.is_dir() or (target.is_dir() and target.suffix == ".npy"):
-            raise LayerwiseError(f"{os.fspath(target)!r} cannot be written: its folder is missing, or it is one")
+            raise LayerwiseError(
+                f"{os.fspath(target)!r} cannot be written: its folder is missing, or it is itself a folder"
+            )
         return None, os.fspath(target.with_name(f".{os.urandom(8).hex()}.{target.name}"))
 
     path = Path(agree(comm, choose)[1][0])
@@ -297,28 +304,28 @@ def _remove(path: Path) -> None:
 
 
 def _put(array: Any, box: Box | None, x: Tensor | None, *before: int) -> None:
-    """Writes a box into an array. before: what comes before the box's own dimensions."""
+    """Writes a box into an array. before: indices of leading dimensions that the box lacks."""
     if x is not None and box is not None and box.volume:
         values, kind = x.cpu().numpy(), np.dtype(array.dtype)
         if kind.kind in "iu" and values.dtype.kind in "iu" and int(values.max()) > np.iinfo(kind).max:
-            raise LayerwiseError(f"it has a number {int(values.max())}, and what it is to be written into is of {kind}")
+            raise LayerwiseError(f"it contains {int(values.max())}, but its destination has element type {kind}")
         array[(*before, *box.slices())] = values
 
 
 def _put_into_file(file: Path, box: Box | None, x: Tensor | None, *before: int) -> None:
-    """Writes a box into a .npy file that is opened for it, so that ranks elsewhere find it there when it is closed."""
+    """Writes a box into a .npy file, opened for it, so that other nodes' ranks see it once it is closed."""
     array = mapped(file, "r+")
     _put(array, box, x, *before)
     array.flush()
 
 
 def _host() -> str:
-    """Returns the turn of a node's ranks: those of two may hold the same page of a file on a disk that they share."""
+    """Returns the turn of a node's ranks: two nodes might hold the same page of a file on a shared disk."""
     return socket.gethostname()
 
 
 def _chunks(shape: tuple[int, ...], boxes: Each) -> tuple[tuple[int, ...], bool]:
-    """Returns the chunks of a Zarr array, and whether no two boxes share one."""
+    """Returns the chunks of a Zarr array, and whether every box has its own chunks."""
     common = [gcd(extent, *(box.lo[dim] for box in boxes if box is not None)) for dim, extent in enumerate(shape)]
     cut = [any(box is not None and box.lo[dim] for box in boxes) for dim in range(len(shape))]
     apart = all(n >= LEAST_CHUNK for n, there in zip(common, cut, strict=True) if there)
@@ -335,11 +342,9 @@ def _chunks(shape: tuple[int, ...], boxes: Each) -> tuple[tuple[int, ...], bool]
 
 
 def _check(array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    """LayerwiseError where an array has another shape or kind: numpy would leave out what lies beyond it, unsaid."""
+    """Raises LayerwiseError if an array has another shape or type: numpy would silently drop what does not fit."""
     if tuple(array.shape) != shape:
-        raise LayerwiseError(
-            f"predict writes {shape} numbers, and what it is to write into has shape {tuple(array.shape)}"
-        )
+        raise LayerwiseError(f"predict writes {shape} numbers, but the destination has shape {tuple(array.shape)}")
     kinds = {"f": "f", "b": "biuf"}.get(dtype.kind, "iuf")
     if np.dtype(array.dtype).kind not in kinds:
-        raise LayerwiseError(f"predict writes {dtype.name}, and what it is to write into has {array.dtype}")
+        raise LayerwiseError(f"predict writes {dtype.name}, but the destination has {array.dtype}")

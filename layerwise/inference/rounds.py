@@ -1,4 +1,4 @@
-"""Rounds: the samples that ranks compute at a time, all together or one each, and what of them failed."""
+"""Rounds: the samples that ranks compute at a time, all together or one each, and which of them failed."""
 
 from __future__ import annotations
 
@@ -31,12 +31,11 @@ def predictor_of(
     mirror: str,
     memory_limit: float | str | None,
 ) -> Predictor:
-    """Returns the way samples are computed: by all ranks together, or by each alone where samples alone are split."""
+    """Returns a predictor that uses all ranks together, or each rank alone if the plan splits samples only."""
     alone = of(model).sized(cases.planned).alone
     if memory_limit is not None and window is None and "memory_bytes" not in of(model).plan.predicted:
         raise LayerwiseError(
-            "memory_limit= rests on the memory that is predicted, and of a model that is run as it is written none is: "
-            "give window="
+            "memory_limit= needs predicted memory, which a model that runs as written does not have: pass window="
         )
     limits = agree(of(model).comm, lambda: (None, min(_limit(memory_limit, of(model).device), sys.float_info.max)))[1]
     comm = SoloComm(of(model).device) if alone else of(model).comm
@@ -44,12 +43,12 @@ def predictor_of(
 
 
 def written_before(world: Comm, results: Results, names: Sequence[str]) -> list[str]:
-    """Returns which of these samples an earlier run has written, as rank 0 sees them. Every rank calls it."""
+    """Returns which of these samples an earlier run has written, as rank 0 sees them. Every rank must call it."""
     return list(agree(world, lambda: (None, [] if world.rank else list(filter(results.complete, names))))[1][0])
 
 
 def rounds_of(predictor: Predictor, world: Comm, numbers: Sequence[int]) -> list[list[int]]:
-    """Returns the samples of each round: of all ranks together, or one a rank. All ranks have those of rank 0."""
+    """Returns the samples of each round, together or one a rank. All ranks get rank 0's."""
     alone = predictor.comm is not world
 
     def planned() -> tuple[None, list[list[int]]]:
@@ -61,7 +60,7 @@ def rounds_of(predictor: Predictor, world: Comm, numbers: Sequence[int]) -> list
 
 
 def compute_round(predictor: Predictor, world: Comm, results: Results, numbers: Sequence[int]) -> dict[str, str]:
-    """Computes and writes samples; returns by name why some failed. Every rank of `world` calls it alike."""
+    """Computes and writes samples; returns why some failed, by name. Every rank of `world` must call it alike."""
     names, failed = predictor.cases.names, dict[str, str]()
     together = predictor.comm is world
     try:
@@ -83,7 +82,7 @@ def compute_round(predictor: Predictor, world: Comm, results: Results, numbers: 
 def _one_each(
     predictor: Predictor, world: Comm, numbers: Sequence[int], failed: dict[str, str]
 ) -> list[tuple[int, Boxed]]:
-    """Computes a sample a rank. Returns the boxes that the ranks have of each, and what this one has."""
+    """Computes one sample on each rank. Returns the ranks' boxes of each, and this rank's tensor."""
 
     def act() -> tuple[Tensor | None, JSON]:
         if world.rank >= len(numbers):
@@ -109,7 +108,7 @@ def _one_each(
 
 
 def _limit(wanted: float | str | None, device: torch.device) -> float:
-    """Returns bytes that a pass may take on a device."""
+    """Returns the bytes that a pass may use on a device."""
     if wanted is not None:
         return parse_bytes(wanted, "memory_limit")
     return float(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else float("inf")

@@ -1,11 +1,13 @@
 """Machines composed of a device and links: `a100-80,node=4,link=200Gb/s`, from `profiles/devices.toml`.
 
-There is a row a device instead of a profile a machine, as people have the same devices in many networks. What no data
-sheet states, latencies and the achieved share of the peak, is taken from a built-in profile, and said to be assumed.
+That file has a row for each device instead of a profile for each machine, as people use the same devices in many
+networks. Latencies and the achieved share of the peak, which data sheets do not state, are taken from a built-in
+profile and marked as assumed.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import tomllib
@@ -19,7 +21,7 @@ from layerwise.quantities import parse_rate, parse_time
 
 BUILT_IN = "layerwise.profiles"
 PCIE = {"pcie3": 15.75e9, "pcie4": 31.5e9, "pcie5": 63e9}  # x16, bytes per second each way: GT/s x 16 x 128/130 / 8
-OPTIONS = ("node", "intra", "link")
+OPTIONS = ("node", "intra", "link", "kinds")
 Document = dict[str, Any]
 
 
@@ -30,7 +32,7 @@ def devices() -> Mapping[str, Mapping[str, Any]]:
 
 
 def reported(device: str) -> str | None:
-    """The name in `devices` of a device that CUDA or ROCm calls so; None where there is none."""
+    """The name in `devices` of a device under CUDA's or ROCm's name for it; None if it is unknown."""
     matching = [name for name, row in devices().items() if re.search(rf"{row['reports']}(?!\w)", device.lower())]
     return max(matching, key=lambda name: len(devices()[name]["reports"]), default=None)
 
@@ -42,11 +44,12 @@ def is_composed(spec: str, built_in: list[str]) -> bool:
 
 
 def composed(spec: str) -> str:
-    """The JSON of the profile that `DEVICE[,node=G][,intra=300GB/s][,link=4x200Gb/s:5us]` describes.
+    """The JSON of the profile that `DEVICE[,node=G][,intra=300GB/s][,link=4x200Gb/s:5us][,kinds=a:1+b:2]` describes.
 
-    intra: a rate one way, or pcie3 to pcie5. link: of one port between nodes, of which a node has one, or as many as
-    stand before the x; its latency may follow. Without it, the machine of a device is a single node. LayerwiseError
-    where an option is not sound.
+    kinds: devices of several kinds in the order of ranks, each with its number; `b@0.5` has half the speed of b.
+    intra: a rate one way, or pcie3 to pcie5. link: the rate of one port between nodes, with the number of a node's
+    ports before the x (default 1) and optionally the latency. Without it, the machine is a single node. Raises
+    LayerwiseError for an invalid option.
     """
     name, *stated = spec.split(",")
     options = dict(option.partition("=")[::2] for option in stated)
@@ -69,11 +72,52 @@ def composed(spec: str) -> str:
         node |= _inside(options["intra"])
     if "link" in options:
         document["levels"] = [node, _between(options["link"], int(node["devices"]["value"]), spec)]
+    if "kinds" in options:
+        kinds = [kind.rpartition(":")[::2] for kind in options["kinds"].split("+")]
+        names = list(dict.fromkeys(name for name, _ in kinds))
+        document["device"], *others = (_kind(name, spec) for name in names)
+        document.pop("layers", None)  # of one of the kinds alone
+        if others:
+            kind_of = [names.index(name) for name, number in kinds for _ in range(_count(number, spec))]
+            document |= {"version": 2, "other_devices": others, "kind_of": kind_of}
     return json.dumps(document)
 
 
+def _kind(name: str, spec: str) -> Document:
+    """The device of a row, or of a built-in profile; `name@0.5` at half its speed. LayerwiseError where none is so."""
+    name, slower, share = name.partition("@")
+    row = devices().get(name, {})
+    try:
+        document = _of_device(row) if "like" in row else _built_in(row.get("profile", name))
+    except FileNotFoundError:
+        raise LayerwiseError(
+            f"machine {spec!r}: devices of kind {name!r} have no times and no profile{nearest(name, devices())}: name "
+            "them as `layerwise machines` does"
+        ) from None
+    device: Document = copy.deepcopy(document["device"])
+    if slower:
+        factor = parse_share(share, spec)
+        device["name"] += f" at {factor:g} of its speed"
+        rates = [device["peak_flops"][dtype] for dtype in device["peak_flops"]]
+        for number in (*rates, device["memory_bandwidth_bytes_per_s"]):
+            number["value"] *= factor
+        device["kernel_floor_s"]["value"] /= factor
+    return device
+
+
+def parse_share(text: str, spec: str) -> float:
+    """A number above 0."""
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not 0 < share < 1e6:
+        raise LayerwiseError(f"machine {spec!r}: {text!r} is not a share of a device's speed, such as 0.5")
+    return share
+
+
 def _of_device(row: Mapping[str, Any]) -> Document:
-    """The document of one node of a device's row, each number with its source."""
+    """The document for one node of a device's row, each number with its source."""
     document = _built_in(row["like"])
     like = document["device"]
     device: Document = {"name": row["name"]}
@@ -111,11 +155,11 @@ def _between(link: str, node: int, spec: str) -> Document:
     match = re.fullmatch(r"(?:([0-9]+)x)?([^:]+)(?::(.+))?", link)
     if match is None:
         raise LayerwiseError(
-            f"--link is {link!r}: give a rate such as 200Gb/s, 4x200Gb/s (ports a node) or 25Gb/s:50us"
+            f"--link is {link!r}, but must be a rate such as 200Gb/s, 4x200Gb/s (ports a node) or 25Gb/s:50us"
         )
     ports = _count(match[1] or "1", spec)
     if node % ports:
-        raise LayerwiseError(f"--link {link}: {ports} ports do not serve {node} devices of a node equally")
+        raise LayerwiseError(f"--link {link}: {ports} ports cannot be shared equally by the {node} devices of a node")
     latency = _built_in("h100")["levels"][1]["latency_s"]
     if match[3]:
         latency = _number(parse_time(match[3], "the latency of --link"), "as asked for")

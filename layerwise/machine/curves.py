@@ -1,4 +1,4 @@
-"""Measured links: what exchanges and collectives of some shape take by size, and what they cost computation beside."""
+"""Measured links: times of exchanges and collectives by size, and how they and computation slow each other down."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Seconds of one operation by its bytes: straight lines between knots, the last one going on.
+    """Seconds of one operation by its bytes: straight lines between knots; the last line continues.
 
-    Bytes are what a collective's buffer has on each member, and for `message` (one way) and `exchange` (both ways) what
-    a port carries each way, of all its groups together.
+    Bytes are those of a collective's buffer on each member; for `message` (one way) and `exchange` (both ways), those
+    that a port carries each way, for all its groups together.
     """
 
     operation: Operation
-    # Members of a group at each level, from the inside out, without the ones at the end: (2,) two in a node, (1, 4) one
-    # in each of four nodes.
+    # Members of a group at each level, from the inside out, without trailing ones: (2,) two in a node, (1, 4) one in
+    # each of four nodes.
     fan: tuple[int, ...]
-    load: int  # how many such groups share a port of the outermost of these levels at once
+    load: int  # how many such groups share a port of the outermost of these levels
     knots: tuple[tuple[float, float], ...]  # bytes, seconds
-    # Bytes through the port, and seconds of each further message through it; straight lines between.
+    # Bytes through the port, and seconds of each additional message through it; straight lines between.
     further: tuple[tuple[float, float], ...] = ()
 
     def seconds(self, size_bytes: Floats) -> Floats:
-        """Seconds of an operation of this shape; 0 where there are no bytes. Never falls as bytes grow."""
+        """Seconds of an operation of this shape; 0 for no bytes. It never falls as bytes grow."""
         sizes, seconds = np.array(self.knots).T
         (x0, y0), (x1, y1) = self.knots[-2:]
         beyond = np.maximum(size_bytes - x1, 0.0) * ((y1 - y0) / (x1 - x0))
@@ -43,7 +43,7 @@ class Curve:
         return result
 
     def ports_seconds(self, size_bytes: Floats, messages: Floats) -> Floats:
-        """The time of ports that carry so many bytes in so many messages; the first `load` of these are at once."""
+        """The time of ports that carry these bytes in these messages; the first `load` messages run at once."""
         if not self.further:
             return self.seconds(size_bytes)
         sizes, seconds = np.array(self.further).T
@@ -62,9 +62,9 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """An operation beside computation: the share of its own speed at which each goes on while the other does, too.
+    """An operation concurrent with computation: the fraction of its own speed at which each runs meanwhile.
 
-    1 and 1: each as if alone; 0.5 and 0.5: they take turns.
+    1 and 1: no slowdown; 0.5 and 0.5: they take turns.
     """
 
     fan: tuple[int, ...]
@@ -80,22 +80,22 @@ class Links:
 
     curves: tuple[Curve, ...]
     overlaps: tuple[Overlap, ...] = ()
-    conditions: Mapping[str, object] = field(default_factory=dict, hash=False)  # software, date, ranks: for people
+    conditions: Mapping[str, object] = field(default_factory=dict, hash=False)  # software, date, ranks: for display
 
     def curve(self, operation: Operation, fan: Sequence[int], load: int) -> Curve | None:
-        """The curve of that shape, under that load or the next higher one that was measured; None: neither was."""
+        """The curve of that shape, at that load or the next higher one that was measured; None if there is none."""
         fan = trimmed(fan)
         curves = [c for c in self.curves if c.operation == operation and c.fan == fan and c.load >= load]
         return min(curves, key=lambda c: c.load, default=None)
 
     def port(self, level: int) -> Curve | None:
-        """The curve of a level's ports, when all that share one are at work."""
+        """The curve of a level's ports when all devices that share one are active."""
         fan = (*(1,) * level, 2)
         curves = [c for c in self.curves if c.operation == "exchange" and c.fan == fan]
         return max(curves, key=lambda c: c.load, default=None)
 
     def overlap(self, fan: Sequence[int], load: int, operation: Operation = "all_reduce") -> Overlap | None:
-        """The overlap of that shape, or the largest of as many levels; an all-reduce's where none was measured."""
+        """The overlap of that shape, or the largest with as many levels; an all-reduce's if none was measured."""
         fan = trimmed(fan)
         of_it = [o for o in self.overlaps if o.operation == operation]
         measured = of_it or [o for o in self.overlaps if o.operation == "all_reduce"]
@@ -121,13 +121,13 @@ class Links:
 
 
 def trimmed(fan: Sequence[int]) -> tuple[int, ...]:
-    """The shape without the ones at its end."""
+    """The shape without trailing ones."""
     last = max((i for i, members in enumerate(fan) if members > 1), default=-1)
     return tuple(fan[: last + 1])
 
 
 def parse_links(section: Field) -> Links:
-    """The section of a profile's file. LayerwiseError with its path where it is unsound."""
+    """Reads the section of a profile's file. Raises LayerwiseError, with its path, if it is invalid."""
     row = section.members(("version", "conditions", "curves", "overlaps"))
     if row["version"].value != VERSION or isinstance(row["version"].value, bool):
         raise row["version"].error(f"this layerwise reads version {VERSION} only: measure the links again")
@@ -151,7 +151,7 @@ def _curve(item: Field) -> Curve:
 
 
 def _further(field: Field) -> tuple[tuple[float, float], ...]:
-    """A number is the same for all sizes: as measured by earlier versions."""
+    """Reads `further`; a plain number, as earlier versions measured, holds for all sizes."""
     if not isinstance(field.value, list):
         return ((1.0, field.plain_number()),)
     knots = tuple((size_bytes, seconds) for size_bytes, seconds in (item.plain_numbers(2) for item in field.items()))

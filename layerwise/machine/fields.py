@@ -1,4 +1,4 @@
-"""Reading JSON: every value knows its document and its path, so that an error can name both."""
+"""Reads JSON: every value knows its document and its path, so that an error can name both."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from layerwise.errors import LayerwiseError
 class Field:
     """A value in a JSON document. A number is an object `{"value": x, "source": "where it came from"}`.
 
-    All methods raise LayerwiseError naming the document and the path.
+    All methods raise LayerwiseError that names the document and the path.
     """
 
-    document: str  # what it is, and its file
-    path: str  # how a person finds it (`levels[1].latency_s`); the document's own is ""
+    document: str  # its description and file
+    path: str  # the path shown to people (`levels[1].latency_s`); the document's own is ""
     value: object
-    sources: dict[str, str] = field(default_factory=dict)  # by path, of each number that has been read
+    sources: dict[str, str] = field(default_factory=dict)  # by path, for each number that has been read
 
     def error(self, message: str) -> LayerwiseError:
-        """An error about this field."""
+        """Returns an error about this field."""
         text = f"{self.document}: {self.path + ': ' if self.path else ''}{message}"
-        return LayerwiseError(" ".join(text.split()))  # one line, whatever a key holds
+        return LayerwiseError(" ".join(text.split()))  # one line, whatever a key contains
 
     def members(self, required: Sequence[str], optional: Sequence[str] = ()) -> dict[str, Field]:
-        """The members of an object, every one of them expected."""
+        """The members of an object. Raises an error for a missing or an unknown one."""
         if not isinstance(self.value, dict):
             raise self.error(f"expected an object with {', '.join(required)}, found {kind(self.value)}")
         for name in self.value:
@@ -61,7 +61,7 @@ class Field:
         number = value.value
         if isinstance(number, bool) or not isinstance(number, int | float):
             raise value.error(f"expected a number, found {kind(number)}")
-        # An integer beyond the range of floats compares, but does not convert; a bandwidth's inverse is needed too.
+        # A huge integer compares with a float but does not convert; a bandwidth's inverse must be finite too.
         if not (0 < number <= sys.float_info.max and 1 / number < math.inf):
             raise value.error(f"expected a finite number above 0, found {str(number)[:40]}")
         return float(number)
@@ -84,7 +84,7 @@ class Field:
         return value.value
 
     def plain_number(self) -> float:
-        """A finite number of at least 0 without a source of its own: one of many measured ones."""
+        """A finite number of at least 0 without its own source: one of many measurements."""
         number = self.value
         if isinstance(number, bool) or not isinstance(number, int | float):
             raise self.error(f"expected a number, found {kind(number)}")
@@ -93,14 +93,14 @@ class Field:
         return float(number)
 
     def plain_whole(self) -> int:
-        """A whole number of at least 0 without a source of its own."""
+        """An integer of at least 0 without its own source."""
         number = self.plain_number()
         if number != int(number):
             raise self.error(f"expected a whole number, found {number}")
         return int(number)
 
     def count(self, most: int) -> int:
-        """A whole number of 1 to `most`, likewise."""
+        """An integer from 1 to `most`, without its own source."""
         number = self.plain_whole()
         if not 1 <= number <= most:
             raise self.error(f"expected a whole number from 1 to {most:,}, found {str(number)[:40]}")
@@ -128,7 +128,7 @@ class Field:
         return members["value"]
 
     def member(self, name: str) -> Field:
-        """The member of an object; null where it has none of that name."""
+        """The member of an object; null if there is none of that name."""
         assert isinstance(self.value, dict)
         return Field(self.document, f"{self.path}.{name}" if self.path else name, self.value.get(name), self.sources)
 

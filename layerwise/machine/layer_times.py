@@ -1,4 +1,4 @@
-"""Measured times of layers: under which conditions, of which cells, how sure; and the section `layers` of a profile."""
+"""Measured times of layers, with their conditions, cells and spread; and the section `layers` of a profile."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from layerwise.machine.fields import Field, kind
 
 Extents = tuple[int, ...]
 
-# What a step computes in. float16 and bf16 are mixed precision, as autocast's is: parameters and their gradients stay
+# The arithmetic of a step. float16 and bf16 are mixed precision, like autocast's: parameters and their gradients stay
 # float32. (Element types of tensors have PyTorch's names, such as "bfloat16".)
 DTYPES = ("float64", "float32", "tf32", "float16", "bf16")
-AUTOCAST = {"float16": "float16", "bf16": "bfloat16"}  # of mixed precision, the 16-bit element type
+AUTOCAST = {"float16": "float16", "bf16": "bfloat16"}  # the 16-bit element types of mixed precision
 _OTHER_NAMES = {"bfloat16": "bf16", "fp16": "float16", "half": "float16"}
 
 
 def precision(name: str) -> str:
-    """The name in `DTYPES` of what may have another spelling: `bf16` for `bfloat16`. Others stay as they are."""
+    """The name in `DTYPES` for other spellings: `bf16` for `bfloat16`. Other names are unchanged."""
     return _OTHER_NAMES.get(name, name)
 
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """All that a time depends on beside the cell: times are compared and merged under equal conditions only."""
+    """Everything that a time depends on beside the cell: times are compared and merged only under equal conditions."""
 
     device: str  # the hardware's own name
     torch: str  # its version
     dtype: str  # one of DTYPES
-    tf32: str = "off"  # what uses it: off, conv, all
+    tf32: str = "off"  # what uses TF32: off, conv, all
     channels_last: bool = False
     cudnn_benchmark: bool = False
-    threads: int = 0  # of a kernel on a CPU; 0 on a GPU
+    threads: int = 0  # threads of a kernel on a CPU; 0 on a GPU
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The work of a cell in one direction, as the roofline sees it; the fit for unmeasured cells is over it."""
+    """The work of a cell in one direction, as the roofline sees it; times of unmeasured cells are fitted over it."""
 
     kernels: float = 0.0
     arithmetic_s: float = 0.0  # at the peak
@@ -46,11 +46,11 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class CellTime:
-    """The time that a cell took: medians."""
+    """The measured time of a cell: medians."""
 
     forward_s: float
     backward_s: float
-    spread: float  # the range of the middle half of the samples, as a share of the median
+    spread: float  # range of the middle half of the samples, as a fraction of the median
     samples: int
     forward: Work = Work()
     backward: Work = Work()
@@ -60,20 +60,20 @@ class CellTime:
 class LayerTimes:
     """Times under one set of conditions.
 
-    The update of parameters is an operator, too, and so are the loss and what the runtime takes beside kernels, for a
-    layer and for a step: `cost.compute.measured` has their names.
+    The update of parameters is an operator here, and so are the loss and the runtime's overhead for a layer and a step:
+    `cost.compute.measured` has their names.
     """
 
     conditions: Conditions
-    made: Mapping[str, str] = field(default_factory=dict, hash=False)  # when, by what, on what: for people
+    made: Mapping[str, str] = field(default_factory=dict, hash=False)  # when, by what, on what: for display
     # By the operator's signature and the cell's extents (`cost.compute.measured`).
     cells: Mapping[str, Mapping[Extents, CellTime]] = field(default_factory=dict, hash=False)
-    # The median relative error of the fit on cells that it was not fitted to; None where too few were measured.
+    # The fit's median relative error on cells that were held out; None if too few were measured.
     held_out_error: float | None = None
 
     @property
     def count(self) -> int:
-        """Cells that were measured."""
+        """The number of measured cells."""
         return sum(len(times) for times in self.cells.values())
 
 
@@ -83,7 +83,7 @@ CELL = ("extents", "forward_s", "backward_s", "spread", "samples", "work")
 
 
 def parse_layers(section: Field) -> tuple[LayerTimes, ...]:
-    """All sets of times. Raises LayerwiseError naming the file and the path."""
+    """All sets of times. Raises LayerwiseError that names the file and the path."""
     top = section.members(("version", "sets"))
     if top["version"].value != VERSION or isinstance(top["version"].value, bool):
         raise top["version"].error(f"this layerwise reads version {VERSION} only, found {kind(top['version'].value)}")
@@ -124,7 +124,7 @@ def _cells(operators: Field) -> dict[str, dict[Extents, CellTime]]:
 
 
 def _operator(item: Field) -> str:
-    """The operator's name; that of a layer is JSON, and says of which kind it and its epilogue are."""
+    """The operator's name; a layer's is JSON that gives the kinds of its operator and epilogue."""
     name = item.text()
     if name.startswith("{"):
         named = parse_json(name, f"{item.document}: {item.path}")
@@ -188,5 +188,5 @@ def _cell_value(extents: Extents, time: CellTime) -> dict[str, object]:
 
 
 def _digits(x: float) -> float:
-    """Five digits: more are noise."""
+    """Five digits; more are noise."""
     return float(f"{x:.5g}")

@@ -1,4 +1,4 @@
-"""A profile: what a machine's devices and links can do, and the device graph that it makes of a number of GPUs."""
+"""A profile: the devices and links of a machine, and the device graph for a number of GPUs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from layerwise.errors import LayerwiseError
 from layerwise.machine.curves import Links
-from layerwise.machine.devices import DeviceGraph, Level, Processor
+from layerwise.machine.devices import DeviceGraph, Kind, Level, Processor, device_type, reserved_bytes
 from layerwise.machine.layer_times import LayerTimes
 
 MAX_GPUS = 65_536
@@ -16,13 +16,13 @@ BACKENDS = ("nccl", "gloo")
 
 @dataclass(frozen=True, slots=True)
 class LinkLevel:
-    """A level of the link hierarchy as the file states it."""
+    """A level of the link hierarchy as in the file."""
 
     name: str
-    devices: int | None  # of a group; None for the outermost of several levels, whose group is everything
+    devices: int | None  # in a group; None for the outermost of several levels, whose group is everything
     latency_s: float
     bandwidth_bytes_per_s: float  # of one port, each way
-    devices_per_port: int | str  # or the name of an inner level whose group shares one port, whatever its size
+    devices_per_port: int | str  # or the name of an inner level whose whole group shares one port
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,31 +36,33 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A machine: its device and its links."""
+    """A machine: its devices and its links."""
 
     name: str
     description: str
     processor: Processor
     levels: tuple[LinkLevel, ...]  # from the inside out
-    # Where each number came from, by its path in the file (`levels[1].latency_s`); a dict has no hash.
+    # The source of each number, by its path in the file (`levels[1].latency_s`); a dict has no hash.
     sources: Mapping[str, str] = field(hash=False)
-    other_links: tuple[Link, ...] = ()  # which closed forms name
-    layers: tuple[LayerTimes, ...] = ()  # measured, a set for each of the conditions; the latest last
+    other_links: tuple[Link, ...] = ()  # for closed forms
+    layers: tuple[LayerTimes, ...] = ()  # measured, a set for each set of conditions; the latest last
     links: Links | None = field(default=None, hash=False)  # measured
     backend: str = BACKENDS[0]  # of torch.distributed
+    kinds: tuple[Processor, ...] = ()  # of unequal devices: the first is `processor`
+    kind_of: tuple[int, ...] = ()  # and which of these each device is, in the order of ranks
 
     @property
     def collectives(self) -> bool:
-        """True if regular transfers run as collectives: on NCCL, by what the links were measured with where they were.
+        """True if regular transfers run as collectives: on NCCL, by the links' measurement if there is one.
 
-        gloo runs messages: see layerwise.run.schedule.redistribute.
+        gloo uses messages: see layerwise.run.schedule.redistribute.
         """
         backend = self.backend if self.links is None else self.links.conditions.get("backend", self.backend)
         return backend == "nccl"
 
     @property
     def gpus_per_node(self) -> int:
-        """Devices a node has where nobody says otherwise."""
+        """The default number of devices in a node."""
         devices = self.levels[0].devices
         assert devices is not None
         return devices
@@ -68,11 +70,11 @@ class Profile:
     def device_graph(self, gpus: int, gpus_per_node: int | None = None) -> DeviceGraph:
         """The graph of `gpus` devices in nodes of `gpus_per_node` (default: the profile's).
 
-        One node has the innermost level only; a level exists only where there is more than one group inside it. With
-        nodes of another size a rack keeps its number of nodes, and a port that serves a level's whole group still
-        does. A port that serves a fixed number of devices serves the next larger divisor of a group where that number
-        does not divide it, so that no port spans two nodes. Raises LayerwiseError where `gpus` is out of range or
-        does not fill whole nodes.
+        A single node has the innermost level only; a level exists only if there are several groups inside it. With
+        nodes of another size a rack keeps its number of nodes, and a port that serves a level's whole group still does.
+        A port that serves a fixed number of devices serves the next larger divisor of a group if that number does not
+        divide it, so that no port spans two nodes. Raises LayerwiseError if `gpus` is out of range or does not fill
+        whole nodes.
         """
         node = self.gpus_per_node if gpus_per_node is None else gpus_per_node
         self._check(gpus, node)
@@ -81,29 +83,49 @@ class Profile:
         for stated in self.levels:
             size = gpus if stated.devices is None else min(gpus, stated.devices // self.gpus_per_node * node)
             sizes[stated.name] = size
-            owner = levels[-1].devices if levels else size  # a port belongs to a whole group of the level inside
+            owner = levels[-1].devices if levels else size  # a port belongs to a full group of the level inside
             shared = stated.devices_per_port
             sharing = sizes[shared] if isinstance(shared, str) else _divisor_from(shared, owner)
             levels.append(Level(stated.name, size, stated.latency_s, 1 / stated.bandwidth_bytes_per_s, sharing))
             if size == gpus:
                 break
-        return DeviceGraph(self.name, gpus, self.processor, tuple(levels), self.links, self.layers, self.collectives)
+        kinds, kind_of = self._kinds(gpus)
+        layers = kinds[0].layers if kinds else self.layers
+        of = self.name, gpus, self.processor, tuple(levels), self.links, layers, self.collectives
+        return DeviceGraph(*of, kinds if len(kinds) > 1 else (), kind_of if len(kinds) > 1 else ())
+
+    def _kinds(self, gpus: int) -> tuple[tuple[Kind, ...], tuple[int, ...]]:
+        """The kinds of the first devices, and the kind of each; LayerwiseError where there are not so many."""
+        if self.kinds and gpus > len(self.kind_of):
+            said = ", ".join(f"{self.kind_of.count(i)} × {kind.name}" for i, kind in enumerate(self.kinds))
+            raise LayerwiseError(
+                f"profile {self.name} has {len(self.kind_of)} devices ({said}), and {gpus} are asked for"
+            )
+        found = tuple(
+            Kind(
+                processor,
+                tuple(times for times in self.layers if times.conditions.device == processor.name),
+                processor.memory_bytes - reserved_bytes(processor.memory_bytes, device_type(processor, self.layers)),
+            )
+            for processor in self.kinds[: max(self.kind_of[:gpus], default=-1) + 1]
+        )
+        return found, self.kind_of[:gpus]
 
     def _check(self, gpus: int, node: int) -> None:
         if not 1 <= gpus <= MAX_GPUS:
-            raise LayerwiseError(f"the number of GPUs must be 1 to {MAX_GPUS:,}, not {gpus:,}")
+            raise LayerwiseError(f"the number of GPUs is {gpus:,}, but must be 1 to {MAX_GPUS:,}")
         if node < 1:
-            raise LayerwiseError(f"the number of GPUs per node must be at least 1, not {node}")
+            raise LayerwiseError(f"the number of GPUs per node is {node}, but must be at least 1")
         if gpus > node and gpus % node:
             below = gpus - gpus % node
             raise LayerwiseError(
-                f"{gpus} GPUs do not fill nodes of {node}: take {below} or {below + node} GPUs, "
-                f"or a number of GPUs per node that divides {gpus}"
+                f"{gpus} GPUs do not fill nodes of {node}: use {below} or {below + node} GPUs, or a number of GPUs per "
+                f"node that divides {gpus}"
             )
         if gpus > node and len(self.levels) == 1:
             raise LayerwiseError(
-                f"profile {self.name} describes a single node and {gpus} GPUs are more than its {node}: "
-                "take fewer GPUs, or say what joins nodes, such as --link 200Gb/s"
+                f"profile {self.name} describes a single node of {node} GPUs, fewer than {gpus}: use fewer GPUs, or "
+                "describe the links between nodes, for example --link 200Gb/s"
             )
 
 

@@ -1,5 +1,5 @@
-"""Measuring a machine: how long its layers take and what its links cost, written into a profile.
+"""Measures a machine: the times of its layers and the costs of its links, written into a profile.
 
-`cells` says what is measured of layers, `bench` and `job` do it; `topology`, `links` and `beside` are of links;
+`cells` lists what to measure of layers, `bench` and `job` measure it; `topology`, `links` and `beside` are for links;
 `timing` times both. It knows `comm` and `cost`; a command and `api.machine` call it.
 """

@@ -1,4 +1,4 @@
-"""Benches: the tensors of one task on this device (a layer's cell, an update, a loss), run as the runtime runs it."""
+"""Benches: the tensors of one task on this device (a layer's cell, an update, a loss), run like in the runtime."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from layerwise.measure.timing import Reading, Stopwatch
 from layerwise.ops.fused import local_stages, needed_box, run_stages
 from layerwise.tensorfile import dtype_name
 
-SCALE = 0.05  # of random values: activations and gradients stay in the range of normal numbers
+SCALE = 0.05  # of random values, so that activations and gradients stay normal numbers
 
 
 @dataclass(frozen=True, slots=True)
 class CellSpec:
-    """A cell to be measured."""
+    """A cell to measure."""
 
     layer: Layer
-    cell: Box  # of the layer's iteration space
-    owned: Box  # of its output; another one where the contraction dimension is split
-    needs_grad: tuple[bool, ...]  # which inputs' gradients are asked for
-    shared: tuple[bool, ...]  # which stages sum statistics with other cells
-    uses: int  # how many gradients of the output are added up
+    cell: Box  # in the layer's iteration space
+    owned: Box  # in its output; differs if the contraction dimension is split
+    needs_grad: tuple[bool, ...]  # inputs that need gradients
+    shared: tuple[bool, ...]  # stages that sum statistics with other cells
+    uses: int  # number of gradients of the output that are added up
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateSpec:
-    """An optimizer's step over parameters of these numbers of elements."""
+    """An optimizer's step over parameters with these numbers of elements."""
 
     optimizer: str
     sizes: tuple[int, ...]
@@ -50,7 +50,7 @@ class LossSpec:
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """The way in which kernels run."""
+    """How kernels run."""
 
     device: torch.device
     dtype: torch.dtype
@@ -58,7 +58,7 @@ class Mode:
     channels_last: bool = False
 
     def filled(self, shape: Sequence[int], dtype: str = "float32", bound: int = 2) -> Tensor:
-        """Random values: of the mode's type, of the 16 bits that `dtype` has beside it, or integers below `bound`."""
+        """Random values of the mode's type (16 bits if `dtype` is), or integers below `bound`."""
         if "float" not in dtype:
             return torch.randint(bound, tuple(shape), device=self.device).to(getattr(torch, dtype))
         kind = self.autocast if self.autocast is not None and dtype == dtype_name(self.autocast) else self.dtype
@@ -72,14 +72,14 @@ class Mode:
 
 
 class Bench:
-    """Tensors of one cell, and its forward and backward pass. Made once, called often."""
+    """The tensors of one cell, with its forward and backward pass. Created once, called often."""
 
     def __init__(self, spec: CellSpec, mode: Mode) -> None:
         layer, space = spec.layer, spec.layer.space
         self.spec, self.mode = spec, mode
         self.stages = local_stages(layer.stages, layer.specs, spec.cell, spec.owned, self._all_reduce)
         needs = zip(layer.specs, space.needs, space.epilogue_inputs, strict=True)
-        owned = {True: spec.owned, False: spec.cell}  # by whether it is of an epilogue
+        owned = {True: spec.owned, False: spec.cell}  # by whether it belongs to an epilogue
         inputs = [
             mode.filled(needed_box(maps, owned[epilogue]).shape, tensor.dtype, _bound(layer))
             for tensor, maps, epilogue in needs
@@ -89,7 +89,7 @@ class Bench:
             mode.filled(shape) if p.trainable else torch.ones(shape, device=mode.device, dtype=mode.dtype)
             for p, shape in zip(space.parameters, shapes, strict=True)
         ]
-        self.inputs = inputs + [values[i] for i in layer.tied]  # tied parameters come in over an edge
+        self.inputs = inputs + [values[i] for i in layer.tied]  # tied parameters arrive over an edge
         self.parameters = [
             None if i in layer.tied else nn.Parameter(value) if p.trainable else value
             for i, (p, value) in enumerate(zip(space.parameters, values, strict=True))
@@ -107,7 +107,7 @@ class Bench:
 
     @property
     def recent(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """The layer before has just made the inputs; the one behind, the output's gradients."""
+        """The layer before has just computed the inputs; the layer after, the output's gradients."""
         return self.inputs, self.gradients
 
     def forward(self) -> None:
@@ -157,7 +157,7 @@ class Bench:
 
 
 def _bound(layer: Layer) -> int:
-    """Integer inputs are ids below this: rows of an embedding, classes of a loss."""
+    """The bound of integer inputs: rows of an embedding, classes of a loss."""
     main, x = layer.main, layer.stages[0].specs[:1]
     if main.kind == "loss" and len(x[0].shape) > 1:
         return x[0].shape[1]
@@ -165,13 +165,13 @@ def _bound(layer: Layer) -> int:
 
 
 def _partial(spec: CellSpec) -> bool:
-    """True if the cell has part of a reduction only."""
+    """True if the cell has only part of a reduction."""
     layer = spec.layer
     return any(spec.cell.lo[k] > 0 or spec.cell.hi[k] < layer.space.dims[k].extent for k in layer.space.reductions)
 
 
 def _reduction(spec: CellSpec) -> Callable[[Tensor], Tensor]:
-    """A device's work in a reduce-scatter beside sending: it cuts its partial sums, and adds the others'."""
+    """A device's local work in a reduce-scatter: it cuts its partial sums, and adds the others'."""
     layer = spec.layer
     rank = len(layer.out.shape)
     cell = Box(spec.cell.lo[:rank], spec.cell.hi[:rank])
@@ -198,9 +198,9 @@ def optimizer_of(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optim
 
 
 class UpdateBench:
-    """An optimizer's step. `forward` does it; there is no way back, and nothing to forget."""
+    """An optimizer's step, run by `forward`; it has no backward pass, and nothing to drop."""
 
-    recent = (), None  # gradients were made long ago, but for the last
+    recent = (), None  # gradients were computed long ago, except the last
 
     def __init__(self, spec: UpdateSpec, mode: Mode) -> None:
         self.parameters = [nn.Parameter(mode.filled((size,))) for size in spec.sizes]
@@ -208,7 +208,7 @@ class UpdateBench:
         self.optimizer = optimizer_of(spec.optimizer, self.parameters)
 
     def forward(self) -> None:
-        """The step, without what any step costs however few parameters it has (`overhead`)."""
+        """The step, without the fixed overhead of any step (`overhead`)."""
         for p, g in zip(self.parameters, self.values, strict=True):
             p.grad = g
         self.optimizer.step()
@@ -220,7 +220,7 @@ class UpdateBench:
 
 
 class LossBench:
-    """The loss as `layerwise.run` takes it: cross-entropy over dimension 1 in float32, means added up."""
+    """The loss as `layerwise.run` computes it: cross-entropy over dimension 1 in float32, means added up."""
 
     def __init__(self, spec: LossSpec, mode: Mode) -> None:
         dtypes = spec.dtypes or ("float32",) * len(spec.shapes)
@@ -235,11 +235,11 @@ class LossBench:
 
     @property
     def recent(self) -> tuple[Sequence[Tensor], None]:
-        """The outputs; and backward follows at once."""
+        """The outputs; backward follows at once."""
         return self.outputs, None
 
     def forward(self) -> None:
-        """Outputs leave the runtime as copies."""
+        """Computes the loss; outputs leave the runtime as copies."""
         copies = [out.clone() for out in self.outputs]
         losses = [
             x.mean() if target is None else nn.functional.cross_entropy(x.float() if x.itemsize < 4 else x, target)
@@ -248,7 +248,7 @@ class LossBench:
         self.total = torch.stack(losses).sum()
 
     def backward(self) -> None:
-        """Their gradients are scaled to the mean over the global batch."""
+        """Computes the gradients, scaled to the mean over the global batch."""
         assert self.total is not None
         for gradient in torch.autograd.grad(self.total, self.outputs):
             gradient.mul_(0.5)
@@ -264,7 +264,7 @@ USUAL_BYTES = 2**20
 
 @cache
 def own_cache_bytes(where: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
-    """Bytes of the largest cache that a core has to itself; a usual size where Linux does not say."""
+    """Bytes of the largest cache that a core has to itself; a typical size if Linux does not tell."""
     try:
         return int((where / "index2" / "size").read_text(encoding="ascii").strip().removesuffix("K")) * 1024
     except (OSError, ValueError):
@@ -277,12 +277,12 @@ def _buffer() -> Tensor:
 
 
 def leave_only(recent: Sequence[Tensor] | None, device: torch.device) -> None:
-    """Puts these tensors in the place of all that is cached; None: leaves everything where it is.
+    """Fills the cache with these tensors only; None: leaves it as it is.
 
-    A layer that is timed again and again finds all of its tensors in the cache, and looks faster than it is in a step,
-    where everything else has passed through it since. So a buffer is read before each sample, larger than what a core
-    has to itself, and then the tensors that the step would just have written. On a GPU nothing is done: most
-    tensors are larger than its cache.
+    A layer that is timed again and again finds all of its tensors in the cache, and looks faster than in a step, where
+    everything else passes through the cache in between. So before each sample it reads a buffer larger than a core's
+    own cache, and then the tensors that the step would just have written. On a GPU it does nothing, as most tensors are
+    larger than the cache.
     """
     if recent is None or device.type != "cpu":
         return
@@ -292,7 +292,7 @@ def leave_only(recent: Sequence[Tensor] | None, device: torch.device) -> None:
 
 
 def cold(bench: Bench | UpdateBench | LossBench, stopwatch: Stopwatch, *, wanted: bool = True) -> Reading:
-    """Times a forward and a backward pass, with what is forgotten after it, each with a step's tensors in the cache.
+    """Times a forward and a backward pass, each with a step's tensors in the cache, and drops the results.
 
     wanted: False leaves the cache as it is.
     """

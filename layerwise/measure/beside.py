@@ -16,11 +16,13 @@ from layerwise.measure.topology import RankGroups
 # Samples, channels, height and width of the convolution whose gradients are computed beside an operation: some ms.
 KERNEL = {"cpu": (2, 64, 16, 16), "cuda": (64, 256, 32, 32)}
 # What runs beside computation: sums and gathers of parameters, and transfers that are issued early.
+# The first matter most.
 BESIDE: dict[str, tuple[Operation, ...]] = {
-    "cpu": ("all_reduce", "reduce_scatter", "all_gather", "exchange"),
+    "cpu": ("all_reduce", "exchange", "reduce_scatter", "all_gather"),
     "cuda": ("all_reduce",),
 }
 BESIDE_S = 0.1  # about how long an operation takes beside which a CPU's computation is measured
+BRIEF_S = 0.03  # the same, where there is little time
 ROUNDS, COUNTED = 5, 3  # of which those count that lost least to the host of a virtual machine
 LONGEST = 20  # times its time alone: then nobody computes on beside an operation
 ALONE = 0.05  # seconds of computation by itself in each round

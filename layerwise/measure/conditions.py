@@ -1,4 +1,4 @@
-"""On what, by what and how measurements are taken: what a device is called, and the modes that PyTorch has."""
+"""The conditions of measurements: the device's name, the software and PyTorch's modes."""
 
 from __future__ import annotations
 
@@ -27,32 +27,34 @@ TYPES = {  # of parameters, and autocast's
 
 
 def device_of(name: str | None) -> torch.device:
-    """`cuda` where there is a GPU, else `cpu`; LayerwiseError where the one asked for is not there."""
+    """`cuda` if there is a GPU, else `cpu`. Raises LayerwiseError if the requested device is missing."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cuda" and not torch.cuda.is_available():
         built = "PyTorch finds no GPU" if torch.version.cuda else "this PyTorch is built without CUDA"
-        raise LayerwiseError(f"--device cuda: {built}; measure with --device cpu, or where there is one")
+        raise LayerwiseError(f"--device cuda: {built}; measure with --device cpu, or on a machine with a GPU")
     return torch.device(name)
 
 
 def mode_of(device: torch.device, dtype: str, channels_last: bool) -> Mode:
-    """LayerwiseError where kernels of this type cannot be run."""
+    """How kernels run. Raises LayerwiseError if kernels of this type cannot run."""
     dtype = precision(dtype)
     if dtype not in TYPES:
-        raise LayerwiseError(f"--dtype {dtype}: layerwise runs {', '.join(TYPES)} only, so only these can be measured")
+        raise LayerwiseError(f"--dtype {dtype}: layerwise supports only {', '.join(TYPES)}")
     if dtype == "tf32" and device.type != "cuda":
-        raise LayerwiseError("--dtype tf32: only NVIDIA GPUs have it; measure float32 here")
+        raise LayerwiseError("--dtype tf32: only NVIDIA GPUs have it: measure float32 here")
     parameters, autocast = TYPES[dtype]
     return Mode(device, parameters, autocast, channels_last)
 
 
 @contextmanager
 def modes(dtype: str, tf32: Literal["off", "conv", "all"] | None, cudnn_benchmark: bool) -> Iterator[str]:
-    """Sets what uses TF32 and whether cuDNN tries its algorithms out; yields the former. All is put back at the end."""
+    """Sets what uses TF32 and whether cuDNN benchmarks its algorithms; yields the former, and
+    restores both at the end.
+    """
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
     before = cudnn.allow_tf32, matmul.allow_tf32, cudnn.benchmark
-    used = tf32 or ("all" if dtype == "tf32" else "conv")  # PyTorch's own: convolutions, but not matrix products
+    used = tf32 or ("all" if dtype == "tf32" else "conv")  # PyTorch's default: convolutions, but not matrix products
     try:
         cudnn.allow_tf32, matmul.allow_tf32 = used != "off", used == "all"
         cudnn.benchmark = cudnn_benchmark
@@ -62,7 +64,7 @@ def modes(dtype: str, tf32: Literal["off", "conv", "all"] | None, cudnn_benchmar
 
 
 def conditions(mode: Mode, dtype: str, tf32: str, cudnn_benchmark: bool) -> Conditions:
-    """The key under which times are kept."""
+    """The conditions under which times are stored."""
     gpu = mode.device.type == "cuda"
     return Conditions(
         device=torch.cuda.get_device_name(mode.device) if gpu else cpu_name(),
@@ -76,7 +78,7 @@ def conditions(mode: Mode, dtype: str, tf32: str, cudnn_benchmark: bool) -> Cond
 
 
 def cpu_name() -> str:
-    """`AMD EPYC 9R14`, or the architecture where Linux does not say."""
+    """`AMD EPYC 9R14`, or the architecture if Linux does not tell."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -86,7 +88,7 @@ def cpu_name() -> str:
 
 
 def provenance(device: torch.device) -> dict[str, str]:
-    """When, by what and on what, for people."""
+    """When, by what and on what the times were measured, for display."""
     facts = {
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "machine": f"{cpu_name()}, {os.cpu_count()} cores",

@@ -1,7 +1,7 @@
-"""Job: which cells are measured when, by which rank, within a time budget, and the profile that they go into.
+"""Job: decides which rank measures which cells when, within a time budget, and writes the profile.
 
-Every rank runs the same job and learns all times; each measures a share of the cells, at the same time as the others,
-so that what ranks on shared cores cost each other is part of the times. Rank 0 alone searches.
+Every rank runs the same job and learns all times. Each measures a share of the cells, at the same time as the others,
+so that times include what ranks on shared cores cost each other. Only rank 0 searches.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ from layerwise.plan import as_json
 from layerwise.progress import progress_bar
 from layerwise.quantities import units
 
-ENOUGH = 0.95  # of the compute time of the strategies that matter most: then nothing more is measured for them
-CHECKED = 2  # cells measured earlier that are measured again before they are relied on
-AS_BEFORE, MOST = 0.35, 1.0  # the share that a cell's time may differ by, or as it varied itself: by so much at most
-ROUNDS = 8  # of looking for the best strategies again, with what was measured meanwhile
+# fraction of the compute time of the strategies that matter most, after which no more is measured for them
+ENOUGH = 0.95
+CHECKED = 2  # earlier cells to measure again before they are used
+AS_BEFORE, MOST = 0.35, 1.0  # fraction that a cell's time may differ by, or its spread, but at most MOST
+ROUNDS = 8  # of searching again for the best strategies, with the new times
 
-# What a search looks at hardest: the best strategy first, then the baselines.
+# Orders what a search depends on most: the best strategy first, then the baselines.
 Strategies = Callable[[CostModel, SearchSpace], list[Mapping[str, Config]]]
 
 
@@ -52,7 +53,7 @@ class Summary:
     """The outcome of a measurement."""
 
     device: str
-    cells: int  # distinct ones that were wanted
+    cells: int  # distinct cells that were needed
     measured: int
     measured_now: int
     missing: int
@@ -60,14 +61,14 @@ class Summary:
     spent_s: float
     spread: float  # the median cell's
     held_out_error: float | None
-    best_share: float  # of the best strategy's t_C that is measured
+    best_share: float  # measured fraction of the best strategy's t_C
     out: str | None
-    changed: str | None = None  # what differs from earlier times, which were measured again
+    changed: str | None = None  # the difference from earlier times, which were measured again
 
 
 @dataclass(slots=True)
 class Job:
-    """One measurement of layers. Every rank has an equal one, but for `out`, which is rank 0's."""
+    """One measurement of layers. Every rank has the same, except that only rank 0's has `out`."""
 
     base: Profile
     where: Conditions
@@ -79,28 +80,31 @@ class Job:
     space: SearchSpace
     budget_s: float
     comm: Comm
+    kind: int = 0  # of devices, whose ranks measure
+    ranks: tuple[int, ...] = ()  # these; (): all
     cells: dict[Key, CellTask] = field(default_factory=dict)
-    profile: Profile = field(init=False)  # the base with what was measured
+    profile: Profile = field(init=False)  # the base, with the measurements
 
     def __post_init__(self) -> None:
         self.profile = self.base
+        self.ranks = self.ranks or tuple(range(self.comm.size))
 
     def run(self, strategies: Strategies, make_module: MakeModule, *, quiet: bool, every: bool = True) -> Summary:
-        """Measures what the budget allows. What was measured is kept whatever happens.
+        """Measures what the budget allows. Measurements are saved whatever happens.
 
-        every: all pieces of all configurations, where there is time, beside what was measured before; else those of the
-            best plans and the baselines, what was measured before is checked, and the budget includes searches.
+        every: measure all pieces of all configurations that the time allows, beside earlier ones; otherwise measure
+        those of the best plans and the baselines and check earlier ones, with searches included in the budget.
         """
         began = time.monotonic()
         before = next((times for times in self.base.layers if times.conditions == self.where), LayerTimes(self.where))
         before = replace(before, made=provenance(self.mode.device))
-        measuring = Measuring(before, self.mode, self._save, began + self.budget_s, self.comm)
+        measuring = Measuring(before, self.mode, self._save, began + self.budget_s, self.comm, ranks=self.ranks)
         best, over = self._searched(strategies, measuring)
         changed = None if every else self._changed(measuring, self._wanted(measuring, best).values())
         if changed:
             measuring.times = LayerTimes(self.where, made=before.made)
         self._overhead(measuring, make_module)
-        if every:  # the budget of a command is for measuring alone
+        if every:  # the budget of a command is for measuring only
             measuring.deadline_s, over = time.monotonic() + self.budget_s, False
         for number in range(ROUNDS):
             if number or changed:
@@ -111,17 +115,17 @@ class Job:
                 break
         self.cells = self._wanted(measuring, best)
         if every:
-            # The best plans of earlier rounds are of the space, or one of the baselines, which stay the same.
+            # The best plans of earlier rounds are in the space, or are baselines, which stay the same.
             model = self._model(measuring.times)
             configs = {layer.name: self.space.configurations(layer.space.dims) for layer in self.graph.inner}
             candidates = {name: (*of, *(strategy[name] for strategy in best)) for name, of in configs.items()}
-            self.cells = wanted_cells(model, candidates)
+            self.cells = wanted_cells(model, candidates, self.kind)
             self._measure(measuring, measuring.left(self.cells.values()), "all other pieces", quiet=quiet)
         return self._summary(measuring, best[0], time.monotonic() - began, changed)
 
     def _searched(self, strategies: Strategies, measuring: Measuring) -> tuple[list[Mapping[str, Config]], bool]:
-        """Returns what rank 0 finds with the times that there are, on every rank, and whether another search as long
-        would end after the deadline.
+        """Returns rank 0's best strategies with the present times, on every rank, and whether another such search would
+        end after the deadline.
         """
 
         def search() -> str:
@@ -140,16 +144,16 @@ class Job:
     def _wanted(self, measuring: Measuring, best: Sequence[Mapping[str, Config]]) -> dict[Key, CellTask]:
         """The cells of these strategies."""
         candidates = {layer.name: [strategy[layer.name] for strategy in best] for layer in self.graph.inner}
-        return wanted_cells(self._model(measuring.times), candidates)
+        return wanted_cells(self._model(measuring.times), candidates, self.kind)
 
     def _enough(self, measuring: Measuring, best: Sequence[Mapping[str, Config]]) -> list[CellTask]:
-        """The dearest cells that are `ENOUGH` of each strategy's compute time."""
+        """The most expensive cells that cover `ENOUGH` of each strategy's compute time."""
         model, result = self._model(measuring.times), dict[Key, CellTask]()
         for strategy in best:
             cells = [
                 cell
                 for layer in model.graph.layers
-                for cell in layer_cells(model, layer, () if layer.end else (strategy[layer.name],))
+                for cell in layer_cells(model, layer, () if layer.end else (strategy[layer.name],), self.kind)
             ]
             cells.sort(key=lambda cell: -cell.predicted_s)
             total_s, so_far_s = sum(cell.predicted_s for cell in cells), 0.0
@@ -161,11 +165,13 @@ class Job:
         return list(result.values())
 
     def _changed(self, measuring: Measuring, cells: Iterable[CellTask]) -> str | None:
-        """Returns what differs from earlier times of the dearest of these cells, which all ranks measure again."""
+        """Returns how the most expensive of these cells differ from earlier times; all ranks measure them again."""
         known = {cell.key: measuring.times.cells[cell.name][cell.extents] for cell in cells if measuring.has(cell.key)}
         dearest = sorted((c for c in cells if c.key in known), key=lambda cell: -cell.predicted_s)[:CHECKED]
         stopwatch = Stopwatch(self.mode.device, CELL_S / CHECKED, ahead=True)
-        told = self.comm.all_gather_object([measuring.outcome(cell, stopwatch) for cell in dearest])
+        mine = dearest if self.comm.rank in self.ranks else []
+        told = self.comm.all_gather_object([measuring.outcome(cell, stopwatch) for cell in mine])
+        told = [told[rank] for rank in self.ranks]
         for number, cell in enumerate(dearest):
             outcomes = [rank[number] for rank in told if not isinstance(rank[number], str)]
             now_s = statistics.median(sum(outcome[:2]) for outcome in outcomes) if outcomes else 0.0
@@ -174,22 +180,22 @@ class Job:
             off = max(now_s / max(then_s, 1e-12), then_s / max(now_s, 1e-12)) - 1
             if off > max(AS_BEFORE, min(MOST, then.spread)):
                 return (
-                    f"layers do not take what was measured {_date(self.base, self.where)}: a piece of {cell.what} "
-                    f"takes {units(now_s, 's')}, it was {units(then_s, 's')}; layers are measured again"
+                    f"layers differ from the measurement {_date(self.base, self.where)}: a piece of {cell.what} takes "
+                    f"{units(now_s, 's')} instead of {units(then_s, 's')}; measuring the layers again"
                 )
         return None
 
     def _measure(self, measuring: Measuring, cells: list[CellTask], what: str, *, quiet: bool) -> int:
-        """Measures cells, and returns how many."""
+        """Measures cells, and returns their number."""
         before = measuring.taken
         with progress_bar(f"measuring {what}", quiet=quiet) as progress:
             measuring.measure(cells, lambda done: progress(done, len(cells)) if progress else None)
         return measuring.taken - before
 
     def _overhead(self, measuring: Measuring, make_module: MakeModule) -> None:
-        """Measures the runtime on a CPU. On a GPU the host runs ahead of the kernels: what it does takes no time.
+        """Measures the runtime on a CPU. On a GPU the host runs ahead of the kernels, so its work takes no time.
 
-        All ranks measure it, so that each has the load of the others; rank 0's times count.
+        All ranks measure it, so that each runs under the others' load; the times of the kind's first rank count.
         """
         optimizer, on_cpu = self.options.optimizer, self.mode.device.type == "cpu"
         step, copy, layer = (step_name(optimizer), ()), (COPY, (COPIED,)), (LAYER, ())
@@ -203,15 +209,17 @@ class Job:
         else:
             measuring.call_s = optimizer_call_s(optimizer, self.mode)
         rows = [[time.forward_s, time.backward_s, time.spread, time.samples] for _, time in found]
-        for (key, _), row in zip(found, self.comm.all_gather_object(rows)[0], strict=True):
+        for (key, _), row in zip(found, self.comm.all_gather_object(rows)[self.ranks[0]], strict=True):
             measuring.add(key, CellTime(*row))
 
     def _model(self, times: LayerTimes) -> CostModel:
-        """The cost model that rests on what is known."""
-        return CostModel(self.graph, replace(self.devices, layers=(times,)), self.options)
+        """The cost model with these times."""
+        devices, layers = self.devices, (times,) if not self.kind else self.devices.layers
+        kinds = tuple(replace(k, layers=(times,)) if i == self.kind else k for i, k in enumerate(devices.kinds))
+        return CostModel(self.graph, replace(devices, layers=layers, kinds=kinds), self.options)
 
     def _save(self, times: LayerTimes) -> None:
-        """Adds the times to the profile, last, where a search looks first, and writes it."""
+        """Adds the times at the end of the profile, where a search looks first, and writes it."""
         if times.count:
             others = tuple(other for other in self.base.layers if other.conditions != self.where)
             self.profile = replace(self.base, layers=(*others, times))
@@ -222,7 +230,7 @@ class Job:
         self, measuring: Measuring, best: Mapping[str, Config], spent_s: float, changed: str | None
     ) -> Summary:
         model, times = self._model(measuring.times), measuring.times
-        costs = [model.node_cost(layer, (best[layer.name],)).compute for layer in model.graph.inner]
+        costs = [model.node_cost(layer, (best[layer.name],)).of_kind(self.kind) for layer in model.graph.inner]
         measured = [times.cells[name][size] for name, size in self.cells if size in times.cells.get(name, {})]
         return Summary(
             device=self.where.device,
@@ -241,23 +249,23 @@ class Job:
 
 
 def _date(profile: Profile, where: Conditions) -> str:
-    """`on 2026-11-26`, when the times of these conditions were measured."""
+    """`on 2026-11-26`: when the times of these conditions were measured."""
     made = next((times.made for times in profile.layers if times.conditions == where), {})
     return f"on {made['date'][:10]}" if "date" in made else "earlier"
 
 
 def base_profile(out: str | None, fallback: str | None, where: Conditions, device: torch.device) -> Profile:
-    """The profile that is added to: the file `out` where it is there, else the profile `given`, as one of this device.
+    """The profile to add to: the file `out` if it exists, else the profile `fallback`, adapted to this device.
 
-    LayerwiseError where the file holds times of another device.
+    Raises LayerwiseError if the file holds times of another device.
     """
     if out is not None and Path(out).exists():
         base = load_profile(out)
         others = [times.conditions.device for times in base.layers if times.conditions.device != where.device]
         if others:
             raise LayerwiseError(
-                f"profile {out} has times of another device, {others[0]!r}; this is {where.device!r}: "
-                "give another --out"
+                f"profile {out} has times of another device, {others[0]!r}, but this is {where.device!r}: use another "
+                "--out"
             )
         if base.layers:
             return base
@@ -272,7 +280,7 @@ def base_profile(out: str | None, fallback: str | None, where: Conditions, devic
 
 
 def on_device(base: Profile, device: torch.device, where: Conditions) -> Profile:
-    """Returns a profile as one of this device, without times of others."""
+    """Returns a profile for this device, without times of others."""
     sources, processor = dict(base.sources), replace(base.processor, name=where.device)
     if device.type == "cuda":
         gpu, source = torch.cuda.get_device_properties(device), f"torch {torch.__version__} on this device"
@@ -284,7 +292,7 @@ def on_device(base: Profile, device: torch.device, where: Conditions) -> Profile
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """SIGTERM is an interrupt within, so that what was measured is written."""
+    """A context that turns SIGTERM into KeyboardInterrupt, so that measurements are written."""
 
     def interrupt(number: int, frame: types.FrameType | None) -> None:
         raise KeyboardInterrupt

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import platform
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from math import prod
+from math import inf, prod
 from statistics import median
 
 import numpy as np
@@ -18,8 +19,8 @@ from layerwise.errors import LayerwiseError
 from layerwise.geometry.arrays import Floats
 from layerwise.machine import LinkLevel, Profile
 from layerwise.machine.curves import Curve, Links, Operation, Overlap
-from layerwise.measure.beside import BESIDE, BESIDE_S, Start, overlap
-from layerwise.measure.timing import ROUNDS, Do, Time, timed
+from layerwise.measure.beside import BESIDE, BESIDE_S, BRIEF_S, COUNTED, Start, overlap
+from layerwise.measure.timing import ROUND_S, ROUNDS, Do, Time, timed
 from layerwise.measure.topology import RankGroups, Topology, pairs, shapes
 from layerwise.partition.buckets import BUCKET_BYTES
 
@@ -57,7 +58,8 @@ def _off(sizes: Floats, seconds: Floats) -> float:
 
 SIZES: tuple[int, ...] = tuple(1024 * 4**i for i in range(9))  # bytes: 1 KiB to 64 MiB
 COLLECTIVES: tuple[Operation, ...] = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
-CURVE_ROUNDS = 10  # about how many of its longest operations a curve takes the time of
+CURVES = 0.65  # of the time is for curves, the rest for what operations and computation cost each other
+LONGEST = 0.25  # of a curve's time is what its longest operation takes at most
 CHUNK = 256  # elements that lie together in what the runtime cuts out of tensors: about a row of an image's channels
 Progress = Callable[[int, int], None]  # done, of
 
@@ -85,46 +87,61 @@ class Measured:
 
 
 def measure_links(comm: Comm, where: Topology, budget_s: float, progress: Progress | None = None) -> Measured:
-    """Measures everything; takes about `budget_s`, up to thrice as long where the host of a virtual machine takes CPU
-    time from it. Every rank calls this, and all get the same result.
+    """Measures everything in about `budget_s`. Every rank calls this, and all get the same result.
 
-    Sizes go up until one takes as long as the budget gives a curve; larger ones follow the last line. A step's messages
-    are priced as going both ways at once, by `exchange`; those of a pipeline by `message`.
+    Sizes go up until the next one would take too long for the budget; larger ones follow the last line. With little
+    time every other size is left out, and overlaps are measured of the largest groups first, until it is over.
+    A step's messages are priced as going both ways at once, by `exchange`; those of a pipeline by `message`.
     """
+    began = time.monotonic()
     kinds = pairs(where)
     groups = shapes(where)
     for kind in ("statistics", "sync", "gathers"):
         comm.prepare({group for shape in groups for group in shape.groups}, kind)
     plan: list[tuple[Operation, RankGroups]] = [(name, shape) for shape in kinds for name in ("message", "exchange")]
     plan += [(name, shape) for shape in groups for name in COLLECTIVES]
-    longest_s = budget_s / (len(plan) + 2 * len(groups)) / CURVE_ROUNDS
-    series, overlaps = [], []
+    curve_s = CURVES * budget_s / len(plan)
+    series: list[tuple[Series, RankGroups]] = []
     for number, (operation, shape) in enumerate(plan):
         if progress:
             progress(number, len(plan))
-        series.append(_curve(comm, operation, shape, longest_s))
-        if operation in BESIDE[comm.device.type]:
-            overlaps.append(measure_overlap(comm, series[-1].curve, shape))
-    return Measured(tuple(_with_further_messages(series)), tuple(overlaps))
-
-
-def measure_overlap(comm: Comm, curve: Curve, shape: RankGroups, rounds: int = ROUNDS) -> Overlap:
-    """The overlap of the operation that a curve is of. Every rank calls this."""
-    group = shape.of(comm.rank)
-    start = group and begun(comm, curve.operation, group, beside_bytes(comm, curve))
-    return overlap(comm, shape, curve.operation, start or None, rounds)
-
-
-def _curve(comm: Comm, operation: Operation, shape: RankGroups, longest_s: float) -> Series:
-    points: list[Point] = []
-    spread = 0.0
-    for size in SIZES:
-        carried = float(size * carried_by(operation, shape))
-        time = operation_time(comm, operation, shape, carried)
-        points.append((carried, time.seconds))
-        spread = max(spread, time.spread)
-        if time.seconds > longest_s and len(points) > 2:
+        series.append((_curve(comm, operation, shape, curve_s), shape))
+    overlaps: list[Overlap] = []
+    names = BESIDE[comm.device.type]
+    beside = [(s, shape) for s, shape in series if s.curve.operation in names]
+    beside.sort(key=lambda row: (names.index(row[0].curve.operation), -prod(row[0].curve.fan)))
+    for s, shape in beside:
+        if overlaps and max(comm.all_gather_object(time.monotonic() - began)) > budget_s:
             break
+        overlaps.append(measure_overlap(comm, s.curve, shape, brief=_brief(curve_s)))
+    return Measured(tuple(_with_further_messages([s for s, _ in series])), tuple(overlaps))
+
+
+def _brief(curve_s: float) -> bool:
+    """Returns whether a curve's time is too short for all sizes, as exactly as can be."""
+    return curve_s < len(SIZES) * ROUNDS * ROUND_S
+
+
+def measure_overlap(comm: Comm, curve: Curve, shape: RankGroups, rounds: int = ROUNDS, brief: bool = False) -> Overlap:
+    """The overlap of the operation that a curve is of. Every rank calls this. brief: of a smaller one, less often."""
+    group = shape.of(comm.rank)
+    size = beside_bytes(comm, curve, BRIEF_S if brief else BESIDE_S)
+    start = group and begun(comm, curve.operation, group, size)
+    return overlap(comm, shape, curve.operation, start or None, min(rounds, COUNTED) if brief else rounds)
+
+
+def _curve(comm: Comm, operation: Operation, shape: RankGroups, curve_s: float) -> Series:
+    points: list[Point] = []
+    spread = seconds = 0.0
+    sizes = SIZES[::2] if _brief(curve_s) else SIZES
+    for size in sizes:
+        carried = float(size * carried_by(operation, shape))
+        if len(points) > 2 and seconds * carried / points[-1][0] > LONGEST * curve_s:
+            break
+        taken = operation_time(comm, operation, shape, carried, budget_s=curve_s / len(sizes))
+        seconds = taken.seconds
+        points.append((carried, seconds))
+        spread = max(spread, taken.spread)
     return Series(Curve(operation, shape.fan, shape.load, knots(points)), tuple(points), spread)
 
 
@@ -133,11 +150,13 @@ def carried_by(operation: Operation, shape: RankGroups) -> int:
     return shape.load if operation in ("message", "exchange") else 1
 
 
-def operation_time(comm: Comm, operation: Operation, shape: RankGroups, size: float, rounds: int = ROUNDS) -> Time:
+def operation_time(
+    comm: Comm, operation: Operation, shape: RankGroups, size: float, rounds: int = ROUNDS, budget_s: float = inf
+) -> Time:
     """The slowest rank's time of an operation; `size` as in `Curve`. Every rank calls this."""
     group, each = shape.of(comm.rank), round(size / carried_by(operation, shape))
-    time = timed(comm, None if group is None else prepared(comm, operation, group, each), rounds)
-    return replace(time, seconds=time.seconds / 2) if operation == "message" else time  # there and back
+    taken = timed(comm, None if group is None else prepared(comm, operation, group, each), rounds, budget_s)
+    return replace(taken, seconds=taken.seconds / 2) if operation == "message" else taken  # there and back
 
 
 def prepared(comm: Comm, operation: Operation, group: Group, size: int) -> Do:
@@ -234,11 +253,11 @@ def _with_further_messages(series: list[Series]) -> Iterator[Series]:
         yield s
 
 
-def beside_bytes(comm: Comm, curve: Curve) -> int:
+def beside_bytes(comm: Comm, curve: Curve, most_s: float = BESIDE_S) -> int:
     """Bytes of what is measured beside computation: of each of its groups, of those that the runtime issues."""
     sizes = [size for size in SIZES if size <= min(BUCKET_BYTES, curve.knots[-1][0])]
     seconds = {size: float(curve.seconds(np.array(size))) for size in sizes}
-    within = [size for size, each_s in seconds.items() if each_s <= BESIDE_S or comm.device.type == "cuda"]
+    within = [size for size, each_s in seconds.items() if each_s <= most_s or comm.device.type == "cuda"]
     return max(within, default=sizes[0]) // (curve.load if curve.operation == "exchange" else 1)
 
 
@@ -261,7 +280,7 @@ def conditions(comm: Comm, where: Topology) -> dict[str, object]:
 
 
 def check_nodes(profile: Profile, where: Topology) -> None:
-    """LayerwiseError where the profile has no level for links between nodes, and there are some."""
+    """Raises LayerwiseError if the profile has no level for links between nodes, and there are some."""
     if where.nodes > 1 and len(profile.levels) == 1:
         raise LayerwiseError(
             f"profile {profile.name} describes a single node, and these are {where.nodes}: give another with --profile"

@@ -1,4 +1,4 @@
-"""Measuring: the times of a machine's cells as they grow, measured by all ranks at once within a deadline."""
+"""Measuring: the growing times of a machine's cells, measured by all ranks at once within a deadline."""
 
 from __future__ import annotations
 
@@ -17,42 +17,45 @@ from layerwise.measure.bench import Bench, CellSpec, LossBench, LossSpec, Mode, 
 from layerwise.measure.cells import CellTask, Key
 from layerwise.measure.timing import Stopwatch
 
-SAVE_S = 2.0  # how often what was measured is written
-CELL_S = 0.25  # about what one cell gets, beyond its least number of samples
-TURN_S = 1.0  # how long ranks measure between two meetings
+SAVE_S = 2.0  # interval of writing the measurements
+CELL_S = 0.25  # about the time for one cell, beyond its minimum of samples
+TURN_S = 1.0  # how long ranks measure between two exchanges
 
 
-Outcome = tuple[float, float, float, int] | str  # seconds forward and back, spread, samples; or why there are none
+Outcome = tuple[float, float, float, int] | str  # seconds forward and backward, spread, samples; or why there are none
 
 
 @dataclass(slots=True)
 class Measuring:
-    """The times that were measured so far, and how long that took. Every rank has an equal one."""
+    """The times measured so far, and the time that took. Every rank has an equal one."""
 
-    times: LayerTimes  # grows by whatever `measure` takes
+    times: LayerTimes  # grows with `measure`
     mode: Mode
-    save: Callable[[LayerTimes], None]  # writes it
-    deadline_s: float  # by time.monotonic: nothing is begun that would end later
+    save: Callable[[LayerTimes], None]  # writes the times
+    deadline_s: float  # by time.monotonic: nothing begins that would end later
     comm: Comm
-    call_s: float = 0.0  # of an optimizer's step, however few its parameters: counted once a step, not by layer
+    call_s: float = 0.0  # the fixed overhead of an optimizer's step: counted once a step, not for each layer
     taken: int = 0  # cells measured now
     failed: dict[Key, str] = field(default_factory=dict)  # why, by cell
+    ranks: tuple[int, ...] = ()  # that measure: those of one kind of devices; (): all
     _saved_at: float = field(default_factory=lambda: time.monotonic())
 
     def has(self, key: Key) -> bool:
-        """True if a cell needs no measuring (any more)."""
+        """True if a cell need not be measured (any more)."""
         return key[1] in self.times.cells.get(key[0], {}) or key in self.failed
 
     def left(self, cells: Iterable[CellTask]) -> list[CellTask]:
-        """The cells among these that are not measured yet, the longest first."""
+        """The cells among these that are not measured yet, longest first."""
         return sorted((cell for cell in cells if not self.has(cell.key)), key=lambda cell: -cell.predicted_s)
 
     def measure(self, cells: Sequence[CellTask], after: Callable[[int], None] = lambda _: None) -> None:
-        """Measures in order what fits before the deadline, each rank every so-manieth cell.
+        """Measures, in order, what fits before the deadline; each rank that measures takes every n-th cell.
 
-        Every rank calls it with the same cells. after: is told how many are done with, measured or not.
+        Every rank must call it with the same cells. after: called with the number of cells done, measured or not.
         """
-        mine = deque(list(enumerate(cells))[self.comm.rank :: self.comm.size])
+        ranks = self.ranks or tuple(range(self.comm.size))
+        turns = [ranks.index(self.comm.rank)] if self.comm.rank in ranks else []
+        mine = deque(one for turn in turns for one in list(enumerate(cells))[turn :: len(ranks)])
         try:
             left = True
             while left:
@@ -68,7 +71,7 @@ class Measuring:
             self.keep()
 
     def _turn(self, mine: deque[tuple[int, CellTask]]) -> list[tuple[int, Outcome]]:
-        """Measures cells of this rank's for about `TURN_S`; returns their times or why there are none, by number."""
+        """Measures this rank's cells for about `TURN_S`; returns their outcomes, by number."""
         began, outcomes = time.monotonic(), list[tuple[int, Outcome]]()
         while mine and time.monotonic() < began + TURN_S:
             number, cell = mine.popleft()
@@ -81,7 +84,7 @@ class Measuring:
         return outcomes
 
     def outcome(self, cell: CellTask, stopwatch: Stopwatch) -> Outcome:
-        """Measures a cell: seconds forward, seconds back, spread, samples; or why it cannot be."""
+        """Measures a cell: seconds forward, seconds backward, spread, samples; or why that fails."""
         try:
             cell_time = timed(cell, self.mode, stopwatch)
         except (MemoryError, ValueError, RuntimeError) as error:  # too large, or refused: batch norm of a single value
@@ -104,27 +107,29 @@ class Measuring:
             self.keep()
 
     def add(self, key: Key, cell_time: CellTime) -> None:
-        """Takes a time into `times`."""
+        """Adds a time to `times`."""
         name, extents = key
         cells: dict[str, Mapping[Extents, CellTime]] = dict(self.times.cells)
         cells[name] = {**cells.get(name, {}), extents: cell_time}
         self.times = replace(self.times, cells=cells)
 
     def keep(self) -> None:
-        """Writes what there is."""
+        """Writes the times."""
         self.save(self.times)
         self._saved_at = time.monotonic()
 
 
 def bench_of(spec: CellSpec | UpdateSpec | LossSpec, mode: Mode) -> Bench | UpdateBench | LossBench:
-    """The tensors of a task, ready to be timed."""
+    """The bench for a task, ready to be timed."""
     if isinstance(spec, UpdateSpec):
         return UpdateBench(spec, mode)
     return LossBench(spec, mode) if isinstance(spec, LossSpec) else Bench(spec, mode)
 
 
 def timed(cell: CellTask, mode: Mode, stopwatch: Stopwatch) -> CellTime:
-    """Measures one cell. MemoryError, or torch's, where it does not fit; ValueError, RuntimeError of its kernels."""
+    """Measures one cell. Raises MemoryError, or torch's, if it does not fit; ValueError or RuntimeError from its
+    kernels.
+    """
     if cell.bytes > free_bytes(mode.device):
         raise MemoryError
     reading = cold(bench_of(cell.spec, mode), stopwatch)
@@ -133,12 +138,12 @@ def timed(cell: CellTask, mode: Mode, stopwatch: Stopwatch) -> CellTime:
 
 
 def free_bytes(device: torch.device) -> float:
-    """Bytes of memory that a cell may take."""
+    """The bytes of memory that a cell may use."""
     if device.type == "cuda":
         return 0.9 * torch.cuda.mem_get_info(device)[0]
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        fields = dict(line.split(":") for line in lines)  # MemAvailable: what others' caches hold counts as free
+        fields = dict(line.split(":") for line in lines)  # MemAvailable counts other processes' caches as free
         return 0.8 * float(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError):
         return float("inf")

@@ -1,4 +1,4 @@
-"""Measures the runtime beside kernels, for every layer and for every step, on chains of short layers."""
+"""Measures the runtime's overhead beside kernels, for every layer and every step, on chains of short layers."""
 
 from __future__ import annotations
 
@@ -34,34 +34,34 @@ from layerwise.partition.layout import layout
 from layerwise.plan import Plan
 from layerwise.tensor import TensorSpec
 
-SHORT, LONG = 2, 34  # layers of the chains
-BATCH, WIDTH = 8, 8  # and their tensors
-COPIED = 2**23  # bytes of a tensor that is copied beside its halo: more than a core has cache of its own
+SHORT, LONG = 2, 34  # lengths of the chains
+BATCH, WIDTH = 8, 8  # sizes of their tensors
+COPIED = 2**23  # bytes of a tensor that is copied with its halo: more than a core's own cache
 Clock = Callable[[], float]  # seconds
-MakeModule = Callable[[Plan, LayerGraph, Mode], nn.Module]  # makes the runtime's module of a plan on one device
+MakeModule = Callable[[Plan, LayerGraph, Mode], nn.Module]  # creates the runtime's module for a plan on one device
 
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """The time that the runtime takes beside kernels."""
+    """The runtime's overhead beside kernels."""
 
-    layer: CellTime  # of each layer
-    step: CellTime  # of each step
+    layer: CellTime  # for each layer
+    step: CellTime  # for each step
     call_s: float  # of an optimizer's step, however few its parameters
 
 
 def optimizer_call_s(optimizer: str, mode: Mode, clock: Clock | None = None) -> float:
-    """Seconds of an optimizer's step over no parameters at all: of one tiny tensor twice, less of two."""
+    """Seconds of an optimizer's step over no parameters: twice a step of one tiny tensor, minus one of two."""
     stopwatch = Stopwatch(mode.device, 0.2, clock=clock, ahead=True)
     one, two = (sum(_update(optimizer, mode, (1,) * count, stopwatch).seconds) for count in (1, 2))
     return max(0.0, 2 * one - two)
 
 
 def overhead(optimizer: str, mode: Mode, make_module: MakeModule, clock: Clock | None = None) -> Overhead:
-    """Steps of chains of 2 and of 34 layers, against the sum of their layers, loss and update by themselves.
+    """Compares steps of chains of 2 and of 34 layers with the sum of their layers, loss and update alone.
 
-    What a layer takes is measured where its tensors fill a core's own cache, as they do in networks: the runtime's
-    code and objects have left it when the next layer comes. clock: as of `Stopwatch`, on a CPU.
+    It measures a layer's overhead with tensors that fill a core's own cache, as in networks: the runtime's code and
+    objects have left it when the next layer comes. clock: as in `Stopwatch`, on a CPU.
     """
     stopwatch = Stopwatch(mode.device, 0.2, most=100, clock=clock)
     runtime = _Runtime(optimizer, mode, make_module, stopwatch)
@@ -82,9 +82,9 @@ def overhead(optimizer: str, mode: Mode, make_module: MakeModule, clock: Clock |
 
 
 def copied(mode: Mode, stopwatch: Stopwatch) -> CellTime:
-    """Times a copy of the `COPIED` bytes that a rank has of a tensor into one with room for a halo, and back.
+    """Times copying a rank's `COPIED` bytes of a tensor into one with room for a halo, and back.
 
-    As `run.schedule.redistribute` does it.
+    `run.schedule.redistribute` does the same.
     """
     local = mode.filled((16, 32, COPIED // mode.dtype.itemsize // 512))
     room = local.new_empty((16, 34, local.shape[2]))
@@ -110,7 +110,7 @@ class _Runtime:
     stopwatch: Stopwatch
 
     def chains(self, width: int) -> tuple[Reading, tuple[float, float], CellTime]:
-        """The steps of a short chain; against a long one the seconds of a layer, and what it takes beside kernels."""
+        """Steps of a short chain; compared with a long one, the seconds and the overhead of a layer."""
         short, long = (self.steps(_chain(count, width)) for count in (SHORT, LONG))
         forward, backward = ((b - a) / (LONG - SHORT) for a, b in zip(short.seconds[:2], long.seconds[:2], strict=True))
         alone = self.alone(_chain(SHORT, width), "link").seconds
@@ -119,7 +119,7 @@ class _Runtime:
         return short, (forward, backward), each
 
     def steps(self, graph: LayerGraph) -> Reading:
-        """Forward with the loss, backward, update of the runtime's own steps."""
+        """Forward with the loss, backward and update of the runtime's own steps."""
         strategy = {layer.name: Config() for layer in graph.inner}
         plan = Plan("chain", graph.digest, BATCH, 1, 1, "sample", fused=False, strategy=strategy)
         module = self.make_module(plan, graph, self.mode)
@@ -140,7 +140,7 @@ class _Runtime:
         return self.stopwatch([forward, backward, finish])
 
     def alone(self, graph: LayerGraph, name: str) -> Reading:
-        """A layer by itself: the seconds of its forward, and of its backward pass."""
+        """The seconds of a single layer's forward and backward pass."""
         layer = graph[name]
         cell = largest_cell(layer, layout((Config(),), layer.space, 1))
         needs_grad = graph.flows_back(layer)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
+from math import inf
 from pathlib import Path
 from statistics import median
 
@@ -140,15 +141,23 @@ class Time:
     spread: float
 
 
-def timed(comm: Comm, operation: Do | None, rounds: int = ROUNDS) -> Time:
-    """The time that an operation takes the slowest rank. Every rank calls this; None: it takes no part."""
+def timed(comm: Comm, operation: Do | None, rounds: int = ROUNDS, budget_s: float = inf) -> Time:
+    """The time that an operation takes the slowest rank. Every rank calls this; None: it takes no part.
+
+    budget_s: no further round begins once this is over; one is always taken.
+    """
+    spent_s = 0.0
     for _ in range(2):  # the first one connects and allocates
         _, first = _slowest(comm, operation, 1)
-    times = max(1, min(MOST, round(ROUND_S / max(first, 1e-9))))
+        spent_s += first
+    times = max(1, min(MOST, round(min(ROUND_S, budget_s / (rounds + 2)) / max(first, 1e-9))))
     bearable_s = STOLEN * (os.cpu_count() or 1) * times * first
     rounds_taken: list[tuple[float, float]] = []  # seconds stolen, and of the operation
     while len(rounds_taken) < TRIES * rounds and sum(stolen <= bearable_s for stolen, _ in rounds_taken) < rounds:
+        if rounds_taken and spent_s > budget_s:
+            break
         rounds_taken.append(_slowest(comm, operation, times))
+        spent_s += times * rounds_taken[-1][1]
     least = sorted(rounds_taken, key=lambda taken: taken[0])[:rounds]  # of those that are alike the earlier ones
     seconds = [each for _, each in least]
     middle = median(seconds)

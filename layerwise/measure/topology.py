@@ -1,4 +1,4 @@
-"""The topology of the ranks at hand: who talks at once, and the shapes of groups that plans make on it."""
+"""The topology of the ranks: which communicate at the same time, and the shapes of groups that plans form."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ class Topology:
 
 @dataclass(frozen=True, slots=True)
 class RankGroups:
-    """Groups of ranks that are at work at once."""
+    """Groups of ranks that are active at the same time."""
 
     fan: tuple[int, ...]  # members of a group at each level
     load: int  # groups behind each node's port
     groups: tuple[Group, ...]
 
     def of(self, rank: int) -> Group | None:
-        """The group that a rank is in."""
+        """The group that a rank is in, or None."""
         return next((group for group in self.groups if rank in group), None)
 
 
 def find_topology(comm: Comm) -> Topology:
-    """The topology by the ranks' host names, or where all have the same one (nodes in a machine), by LOCAL_WORLD_SIZE.
+    """The topology by the ranks' host names, or by LOCAL_WORLD_SIZE if all are the same (emulated nodes).
 
-    Every rank calls this. LayerwiseError where nodes differ in size or their ranks are not numbered one after another.
+    Every rank must call this. Raises LayerwiseError if nodes differ in size or their ranks are not consecutive.
     """
     local = [platform.node(), os.environ.get("LOCAL_WORLD_SIZE", "")]
     facts = comm.all_gather_object(local)
@@ -51,21 +51,23 @@ def find_topology(comm: Comm) -> Topology:
 
 
 def topology_of(hosts: Sequence[str]) -> Topology:
-    """The topology by the name of each rank's node."""
+    """The topology from the name of each rank's node."""
     names = list(dict.fromkeys(hosts))
     local = hosts.count(names[0])
     if list(hosts) != [name for name in names for _ in range(local)]:
         counts = ", ".join(f"{hosts.count(name)} on {name}" for name in names)
         raise LayerwiseError(
-            f"the ranks do not fill equal nodes one after another ({counts}): start as many on each node, with torchrun"
+            f"the ranks do not fill equal nodes one after another ({counts}): start the same number on each node, with "
+            "torchrun"
         )
     return Topology(len(names), local)
 
 
 def shapes(where: Topology) -> list[RankGroups]:
-    """Every kind of group that a grid of cells makes: divisors of a node's ranks times divisors of the nodes.
+    """Every kind of group that a grid of cells forms: divisors of a node's ranks times divisors of the nodes.
 
-    All groups of a kind at once, as in a step; and where several then share a node's port, also one of them alone.
+    All groups of a kind are active at once, as in a step; if several then share a node's port, one of them alone is
+    included too.
     """
     result = []
     for outer in _divisors(where.nodes):
@@ -86,7 +88,7 @@ def shapes(where: Topology) -> list[RankGroups]:
 
 
 def pairs(where: Topology) -> list[RankGroups]:
-    """Ranks that talk in twos, at each level: all of them at once, and between nodes also one pair a port."""
+    """Pairs of ranks at each level: all at once, and between nodes also one pair for each port."""
     result = []
     if where.local > 1:
         starts = [n * where.local + i for n in range(where.nodes) for i in range(0, where.local - 1, 2)]

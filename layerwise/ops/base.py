@@ -1,8 +1,8 @@
-"""The base class of operators: shapes, the boxes that one needs, its parameters, its work.
+"""The base class of operators: shapes, needed boxes, parameters and work.
 
-An operator computes over an *iteration space*: the dimensions of its output, then its reductions (`k`). A
-configuration cuts that space into cells; `needs` maps a cell to the box of each input and of each parameter. The
-transfers, the gradient synchronisation, the memory and the run time of the operator all follow from it.
+An operator computes over an *iteration space*: the dimensions of its output, then its reductions (`k`). A configuration
+cuts that space into cells; `needs` maps a cell to the box of each input and parameter. Transfers, gradient
+synchronization, memory and run time of the operator all follow from it.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Role(Enum):
 
 
 class Op(ABC):
-    """An operator: a frozen dataclass of its attributes (never of shapes, except where the network names them).
+    """An operator: a frozen dataclass of its attributes (not of shapes, unless the network names them).
 
-    A subclass says what it computes in `output` and `needs`; the rest has defaults that hold for element-wise work.
-    `inputs` are the TensorSpecs of its activations, in order. Parameters are not inputs. How to write one:
+    A subclass defines at least `output` and `needs`; the defaults of the rest hold for element-wise work. `inputs` are
+    the TensorSpecs of its activations, in order; parameters are not inputs. How to write one:
     docs/how-to/add_an_operator.md.
 
     Examples:
@@ -52,21 +52,21 @@ class Op(ABC):
     """
 
     kind: ClassVar[str]
-    view: ClassVar[bool] = False  # moves no data by itself: fused into its consumer's `needs`
+    view: ClassVar[bool] = False  # moves no data itself: fused into its consumer's `needs`
     role: ClassVar[Role] = Role.COMPUTE
-    draws: ClassVar[bool] = False  # random numbers, in training
-    draws_always: ClassVar[bool] = False  # in evaluation, too
-    ids: ClassVar[bool] = False  # its input is of integers that look up rows
+    draws: ClassVar[bool] = False  # draws random numbers, in training
+    draws_always: ClassVar[bool] = False  # also in evaluation
+    ids: ClassVar[bool] = False  # its input is integers that look up rows
     weights: ClassVar[bool] = False  # has weights whose element type is the model's
-    local_statistics: ClassVar[bool] = False  # on request it takes statistics of a device's own samples, as DDP does
-    arithmetic: ClassVar[bool] = True  # else it only moves numbers: no FLOPs
-    added: ClassVar[frozenset[str]] = frozenset()  # attributes that digests of older plans lack: left out where unset
-    saves: ClassVar[Saved] = Saved()  # for backward: inputs and output, where no number follows from the boxes
-    pointwise: ClassVar[bool] = False  # every output element depends on its own index of the first input only
+    local_statistics: ClassVar[bool] = False  # on request it uses statistics of a device's own samples, like DDP
+    arithmetic: ClassVar[bool] = True  # False: it only moves numbers, without FLOPs
+    added: ClassVar[frozenset[str]] = frozenset()  # attributes that older plans' digests lack: left out if unset
+    saves: ClassVar[Saved] = Saved()  # for backward: the inputs and output, unless a count depends on the boxes
+    pointwise: ClassVar[bool] = False  # every output element depends only on its own index of the first input
 
     @property
     def remembers(self) -> bool:
-        """True if training changes its buffers, also where nobody reads its output."""
+        """True if training updates its buffers, even if nobody reads its output."""
         return False
 
     @property
@@ -76,17 +76,17 @@ class Op(ABC):
 
     @property
     def detaches(self) -> bool:
-        """True if no gradient goes back through it."""
+        """True if no gradient flows back through it."""
         return False
 
     @property
     def loss(self) -> Literal["mean", "sum"] | None:
-        """The kind of loss where its result is one, a number a sample: what PyTorch's is of them, over the batch."""
+        """PyTorch's reduction over the batch, if the result is a loss with one number a sample; otherwise None."""
         return None
 
     @property
     def elementwise(self) -> bool:
-        """True if it makes every element of its one input into another, in a tensor of any shape."""
+        """True if it maps every element of its single input to one output element, in a tensor of any shape."""
         return False
 
     def unchanged(self, inputs: Sequence[TensorSpec]) -> bool:
@@ -95,11 +95,11 @@ class Op(ABC):
 
     @abstractmethod
     def output(self, *inputs: TensorSpec) -> TensorSpec:
-        """The output's shape, labels and type. Raises LayerwiseError where the shapes do not fit."""
+        """The output's shape, labels and type. Raises LayerwiseError if the shapes do not fit."""
 
     @abstractmethod
     def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
-        """One AxisMap a dimension for every input, from the iteration space."""
+        """For every input, one AxisMap a dimension from the iteration space."""
 
     def parameters(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Parameter, ...]:
         """Parameters and buffers, in a fixed order."""
@@ -110,7 +110,7 @@ class Op(ABC):
         return ()
 
     def unsplit(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> frozenset[int]:
-        """Output dimensions that this operator cannot be split along, though they carry a label."""
+        """Output dimensions that this operator cannot be split along, though they have a label."""
         return frozenset()
 
     def epilogue_inputs(self, inputs: Sequence[TensorSpec]) -> tuple[bool, ...]:
@@ -118,12 +118,12 @@ class Op(ABC):
         return (False,) * len(inputs)
 
     def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
-        """Forward FLOPs of boxes of the given extents, of shape (...). Default: one an output element."""
+        """Forward FLOPs for boxes of these extents, of shape (...). Default: one an output element."""
         volumes: Counts = np.prod(extents, axis=-1, dtype=np.float64)
         return volumes if self.arithmetic else np.zeros_like(volumes)
 
     def gemms(self, inputs: Sequence[TensorSpec], extents: Extents) -> tuple[Gemm, ...]:
-        """The forward pass as matrix products, where it is (then `flops` is theirs)."""
+        """The forward pass as matrix products, if it consists of them (they then define `flops`)."""
         return ()
 
     def stages(self, inputs: Sequence[TensorSpec]) -> tuple[Stage, ...]:
@@ -133,41 +133,43 @@ class Op(ABC):
         return (Stage(self, tuple(inputs), where, views, slice(len(inputs)), slice(len(where.parameters))),)
 
     def statistics(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> Statistics | None:
-        """Elements that it all-reduces among its own cells, forward; the backward pass does the same again."""
+        """What it all-reduces among its own cells in the forward pass; the backward pass does the same."""
         return None
 
     def saved(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Saved:
-        """Memory that the kernel saves for backward and takes meanwhile, for boxes [lo, hi) of the iteration space."""
+        """The kernel's memory saved for backward and temporary memory, for boxes [lo, hi) of the iteration space."""
         return self.saves
 
     def margins(self, local: Local) -> Mapping[int, tuple[int, int]]:
-        """Zeros (low, high) by dimension that the kernel copies around its first input, unless that comes with them."""
+        """Zeros (low, high) by dimension that the kernel pads its first input with, unless that arrives padded."""
         return {}
 
     def rebatch(self, inputs: Sequence[TensorSpec], out: TensorSpec, new_inputs: Sequence[TensorSpec]) -> Op:
-        """The operator at another batch; only those that name sizes (reshape, expand) change."""
+        """The operator at another batch size; only those that name sizes (reshape, expand) change."""
         return self
 
     def at_batch(self, old: int, new: int) -> Op:
-        """The operator for `new` samples, not `old`, where its inputs do not tell (Expand of a class token)."""
+        """The operator for `new` instead of `old` samples, if its inputs do not tell (Expand of a class token)."""
         return self
 
     def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
-        """The kernel: the box `local.out` of the output, from the boxes `local.needs` of the inputs.
+        """The kernel: computes the box `local.out` of the output from the boxes `local.needs` of the inputs.
 
-        `parameters` by the operator's names, each the box that the cell needs. Where a reduction is split they lack
+        `parameters` are by the operator's names, each the box that the cell needs. If a reduction is split, they lack
         those of the epilogue, the result is a partial sum, and `finish` adds those once it is complete.
         """
-        raise LayerwiseError(f"layerwise can plan {self.kind} but has no kernel to run it")
+        raise LayerwiseError(f"layerwise can plan {self.kind}, but has no kernel to run it")
 
     def finish(self, total: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
-        """Adds what follows the reduction (a bias): `total` is a box of the sum, `parameters` those of the epilogue."""
+        """Applies what follows the reduction (a bias): `total` is a box of the sum, `parameters`
+        those of the epilogue.
+        """
         return total
 
     def rows(self) -> dict[str, object]:
-        """Attributes for the graph digest and for people: JSON types only."""
+        """Attributes for the graph digest and for display: JSON types only."""
         rows: dict[str, object] = {"kind": self.kind}
-        if self.pointwise:  # digests have had it from the beginning
+        if self.pointwise:  # digests have always included it
             rows["pointwise"] = True
         if is_dataclass(self):
             rows |= {field.name: getattr(self, field.name) for field in fields(self)}
@@ -179,16 +181,16 @@ class Stage:
     """One operator of a layer at given shapes: the main one, or one of the epilogue."""
 
     op: Op
-    specs: tuple[TensorSpec, ...]  # of all its inputs, behind their views
+    specs: tuple[TensorSpec, ...]  # of all its inputs, after their views
     space: Space  # of `op` on `specs`
-    views: tuple[tuple[Op, ...], ...]  # the chain of views in front of each input that comes from outside the layer
-    inputs: slice  # which of the layer's inputs those are
-    parameters: slice  # which of the layer's parameters are its
-    slot: int | None = None  # which of its inputs is the result so far; None: it is the main operator
+    views: tuple[tuple[Op, ...], ...]  # the chain of views before each input that comes from outside the layer
+    inputs: slice  # the layer's inputs that it uses
+    parameters: slice  # the layer's parameters that it uses
+    slot: int | None = None  # the input that is the running result; None: it is the main operator
 
     @property
     def epilogue(self) -> bool:
-        """True if it comes after the reduction over k, and so works on what a device owns of the output."""
+        """True if it follows the reduction over k, so it works on the box that a device owns."""
         return self.slot is not None
 
     @property
@@ -198,15 +200,15 @@ class Stage:
 
     @property
     def label(self) -> str:
-        """`relu`: the function or the kind of its operator, for people."""
+        """Its operator's function or kind for display, such as `relu`."""
         return str(getattr(self.op, "fn", "") or self.op.kind)
 
     def outside(self, row: Sequence[T]) -> list[T]:
-        """Entries for inputs from outside the layer, of a row with an entry for each input."""
+        """The entries for inputs from outside the layer, from a list with an entry for each input."""
         return [entry for i, entry in enumerate(row) if i != self.slot]
 
     def statistics(self, *, local_batch_norm: bool = False) -> Statistics | None:
-        """Elements that it all-reduces; None too where batch norms take statistics of each device's own samples."""
+        """What it all-reduces; None also if batch norms use statistics of each device's own samples."""
         if local_batch_norm and self.op.local_statistics:
             return None
         return self.op.statistics(self.specs, self.space.out)

@@ -1,4 +1,4 @@
-"""The ends of a network: inputs, parameters used twice, and the one sink."""
+"""The ends of a network: inputs, constants, shared parameters and the single sink."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ class Tied(_Source):
 
 @dataclass(frozen=True, slots=True)
 class Constant(_Source):
-    """A tensor that nobody feeds or trains (a mask, position ids): every device makes its own, nothing is sent."""
+    """A tensor that is neither fed nor trained (a mask, position ids): every device makes its own,
+    and nothing is sent.
+    """
 
     kind: ClassVar[str] = "constant"
     role: ClassVar[Role] = Role.CONSTANT
@@ -58,7 +60,7 @@ class Constant(_Source):
 
 @dataclass(frozen=True, slots=True)
 class Sink(Op):
-    """The layer at which all outputs meet: it needs its samples of each of them."""
+    """The layer at which all outputs meet: each cell needs its samples of every output."""
 
     kind: ClassVar[str] = "sink"
     arithmetic: ClassVar[bool] = False

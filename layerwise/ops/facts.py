@@ -1,4 +1,4 @@
-"""The facts that an operator states: its dimensions, parameters, work, statistics and what it keeps in memory."""
+"""The facts that an operator states: dimensions, parameters, work, statistics and memory."""
 
 from __future__ import annotations
 
@@ -45,15 +45,16 @@ class Parameter:
     name: str
     shape: tuple[int, ...]
     maps: Maps
-    trainable: bool = True  # else a buffer, or frozen: no gradient, nothing to synchronise
-    epilogue: bool = False  # used after the reduction over k (a bias): its box follows what a device owns of the output
-    # How PyTorch fills it where nobody gives a value: uniform in [-scale, scale), normal of deviation `scale`, or
-    # `scale` everywhere.
+    trainable: bool = True  # False: a buffer, or frozen: no gradient to synchronize
+    # used after the reduction over k (a bias): its box follows the box that a device owns of the output
+    epilogue: bool = False
+    # PyTorch's default initial values: uniform in [-scale, scale), normal with deviation `scale`, or `scale`
+    # everywhere.
     initial: Literal["uniform", "normal", "constant"] = "constant"
     scale: float = 0.0
 
     def __hash__(self) -> int:
-        return hash((self.name, self.shape))  # the rest is long to hash, and few differ in it alone
+        return hash((self.name, self.shape))  # hashing the rest is slow, and few parameters differ only in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,39 +73,42 @@ class Gemm:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """An all-reduce inside an operator, such as a batch norm in training."""
+    """An all-reduce inside an operator, such as a batch norm's in training."""
 
-    over: tuple[int, ...]  # among the cells that differ only along these dimensions
-    keys: tuple[int, ...]  # of `per_key` elements for each index of these
+    over: tuple[int, ...]  # it is among the cells that differ only along these dimensions
+    keys: tuple[int, ...]  # `per_key` elements for each index of these
     per_key: int
-    block: int = 1  # divided by this: channels a group, in a group norm
-    exact: bool = True  # whether float64 adds them up forward: a variance is what is left of two large sums
+    block: int = 1  # a divisor of the last key: channels in a group, for group norm
+    exact: bool = True  # whether forward sums are in float64: a variance is a small difference of two large sums
 
     def item_bytes(self, of_output: int) -> tuple[int, int]:
-        """Bytes of an element, forward and back. of_output: bytes of one of the output; 16 bits add up in 32."""
+        """Bytes of an element, forward and backward. of_output: bytes of an output element; 16-bit types sum in 32
+        bits.
+        """
         wide = max(of_output, 4)
         return 8 if self.exact else wide, wide
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """Memory that a kernel saves for its backward pass, and that it takes besides for a while.
+    """A kernel's memory: saved for the backward pass, and temporary.
 
     Bytes are arrays over boxes, or one number.
     """
 
-    inputs: Mask | bool = True  # whether the backward pass reads them again, not a padded copy for example; over boxes
-    output: bool = True  # whether it reads the output again
-    through: bool = False  # whether the gradients of the inputs are views of the output's
-    extra: Counts | float = 0.0  # bytes that are kept besides, such as a mask
-    padded: Counts | float = 0.0  # of these, of a padded copy of its input, which is none where that arrives padded
-    forward: Counts | float = 0.0  # bytes that the forward pass takes while it runs
-    between: Counts | float = 0.0  # of a backward pass in two parts, what the second reads: a padded copy's gradient
+    inputs: Mask | bool = True  # whether the backward pass reads them (not, for example, a padded copy), by box
+    output: bool = True  # whether the backward pass reads the output
+    through: bool = False  # whether gradients of the inputs are views of the output's gradient
+    extra: Counts | float = 0.0  # other saved bytes, such as a mask
+    # the part of `extra` that is a padded copy of the input, which is not made if the input arrives padded
+    padded: Counts | float = 0.0
+    forward: Counts | float = 0.0  # temporary bytes of the forward pass
+    between: Counts | float = 0.0  # bytes between the two parts of a backward pass: the gradient of a padded copy
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Space:
-    """The iteration space of an operator at given shapes, and all that its cells need. `space` makes one of each."""
+    """The iteration space of an operator at given shapes, with everything that its cells need; see `space`."""
 
     out: TensorSpec
     dims: tuple[Dim, ...]
@@ -118,33 +122,33 @@ class Space:
         return range(len(self.out.shape), len(self.dims))
 
     def index(self, label: str) -> int | None:
-        """The dimension that can be split under `label`."""
+        """The dimension that can be split under `label`, or None."""
         return next((i for i, d in enumerate(self.dims) if d.label == label), None)
 
     def max_degree(self, label: str) -> int:
-        """The largest degree of the dimension `label`; 1 where there is none."""
+        """The largest degree of the dimension `label`; 1 if there is none."""
         return next((d.max_degree for d in self.dims if d.label == label), 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """A cell of an operator on the device that computes it: what a kernel knows beside its tensors."""
+    """A cell of an operator on its device: what a kernel knows beside its tensors."""
 
-    space: Space  # of the whole operator
-    specs: tuple[TensorSpec, ...]  # of its whole inputs
-    cell: Box  # of output dimensions and reductions, which is computed
-    needs: tuple[Box, ...]  # of each input, what the kernel is given
+    space: Space  # of the full operator
+    specs: tuple[TensorSpec, ...]  # of its full inputs
+    cell: Box  # the cell, in output dimensions and reductions
+    needs: tuple[Box, ...]  # the box of each input that the kernel gets
     training: bool = True
-    # Sums a tensor over the devices that share the operator's statistics; it has no gradient of its own, and may
-    # overwrite the tensor. None where this device has all that it needs.
+    # Sums a tensor over the devices that share the operator's statistics. It has no gradient of its own, and may
+    # overwrite the tensor. None if this device has all that it needs.
     all_reduce: Callable[[Tensor], Tensor] | None = field(default=None, compare=False)
-    seed: Seed = 0  # of the random numbers of this step, equal on all devices
-    device: torch.device | None = None  # that computes, where the kernel is given no tensor; None: the CPU
-    padded: bool = False  # whether its first input has come with the operator's `margins`
+    seed: Seed = 0  # for the random numbers of this step, equal on all devices
+    device: torch.device | None = None  # the computing device, for kernels without input tensors; None: the CPU
+    padded: bool = False  # whether its first input includes the operator's `margins`
     memo: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def once(self, key: str, make: Callable[[], T]) -> T:
-        """Numbers that a kernel need compute only once, such as how its windows lie: no tensors."""
+        """A value that a kernel computes only once, such as its windows' positions: no tensors."""
         if key not in self.memo:
             self.memo[key] = make()
         found: T = self.memo[key]
@@ -152,11 +156,11 @@ class Local:
 
     @property
     def out(self) -> Box:
-        """The box of the output that is computed."""
+        """The box of the output that it computes."""
         rank = len(self.space.out.shape)
         return Box(self.cell.lo[:rank], self.cell.hi[:rank])
 
     def spans(self, *dims: int) -> bool:
-        """True if the output box is whole in these dimensions."""
+        """True if the output box spans these dimensions fully."""
         shape = self.space.out.shape
         return all(self.cell.lo[i] == 0 and self.cell.hi[i] == shape[i] for i in dims)

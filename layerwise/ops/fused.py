@@ -1,7 +1,7 @@
-"""Fused: one operator, the views of its inputs before it and the element-wise epilogue after it.
+"""Fused: one operator with the views before its inputs and the element-wise epilogue after it.
 
-A view (flatten, transpose, slice) moves nothing: fused into its consumer, it only changes which box of the producer
-is needed. The epilogue (batch norm, relu, dropout, residual add) computes where its producer's output already lies.
+A view (flatten, transpose, slice) moves nothing: fused into its consumer, it only changes which box of the producer is
+needed. The epilogue (batch norm, relu, dropout, residual add) runs where its producer's output already is.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EpilogueOp:
-    """An element-wise operator whose input `slot` is the running result; its `extras` others come from outside."""
+    """An element-wise operator whose input `slot` is the running result; its other inputs come from outside."""
 
     op: Op
     slot: int = 0
@@ -36,12 +36,12 @@ class EpilogueOp:
 class Fused(Op):
     """`main` on its inputs, each through its views, then the epilogue in order.
 
-    Inputs: those of `main`, then the extra ones of each operator of the epilogue.
+    Inputs: those of `main`, then the other inputs of each operator of the epilogue.
     """
 
     kind: ClassVar[str] = "fused"
     main: Op
-    views: tuple[tuple[Op, ...], ...]  # of each input, first applied first; mostly ()
+    views: tuple[tuple[Op, ...], ...]  # of each input, first applied first; usually ()
     epilogue: tuple[EpilogueOp, ...] = ()
 
     def output(self, *inputs: TensorSpec) -> TensorSpec:
@@ -52,7 +52,7 @@ class Fused(Op):
         extras = [f.extras for f in self.epilogue]
         ops = [(self.main, None, len(viewed) - sum(extras)), *((f.op, f.slot, f.extras) for f in self.epilogue)]
         stages: list[Stage] = []
-        first, held = 0, 0  # of the inputs and the parameters of the next stage
+        first, held = 0, 0  # indices of the next stage's first input and parameter
         for op, slot, count in ops:
             rows = slice(first, first + count)
             specs = viewed[rows]
@@ -135,7 +135,7 @@ def through_views(maps: Maps, spec: TensorSpec, chain: Sequence[Op]) -> Maps:
 
 AllReduce = Callable[["Tensor"], "Tensor"]
 
-Chain = tuple[tuple[Op, Local], ...]  # views of one input, first applied first
+Chain = tuple[tuple[Op, Local], ...]  # the views of one input, first applied first
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,11 +145,11 @@ class LocalStage:
     stage: Stage
     training: Local
     evaluation: Local
-    views: tuple[Chain, ...]  # of each input that comes from outside
-    parameters: Mapping[str, int]  # by the operator's names, their places among the layer's
+    views: tuple[Chain, ...]  # of each input from outside
+    parameters: Mapping[str, int]  # by the operator's names, their indices in the layer
 
     def padded(self) -> LocalStage:
-        """Whose first input comes with the operator's margins."""
+        """The same stage for a first input that includes the operator's margins."""
         training, evaluation = (replace(local, padded=True) for local in (self.training, self.evaluation))
         return replace(self, training=training, evaluation=evaluation)
 
@@ -162,10 +162,10 @@ def local_stages(
     all_reduce: Callable[[int], AllReduce | None] = lambda _: None,
     device: torch.device | None = None,
 ) -> tuple[LocalStage, ...]:
-    """The stages of one cell of a layer: the main operator on `cell`, the epilogue on the box that is `owned`.
+    """The stages of one cell of a layer: the main operator on `cell`, the epilogue on the box `owned`.
 
-    inputs: the layer's; cell: a box of its iteration space; `owned` differs from it where k is split. all_reduce: by
-    the stage's number, the sum over the devices that share its statistics. device: that computes it.
+    inputs: the layer's; cell: a box of its iteration space; `owned` differs from it if k is split. all_reduce: for a
+    stage's number, the sum over the devices that share its statistics. device: the computing device.
     """
     return tuple(
         _local_stage(stage, inputs[stage.inputs], owned if stage.epilogue else cell, all_reduce(number), device)
@@ -182,10 +182,10 @@ def run_stages(
     seed: Callable[[int], Seed],
     reduce: Callable[[Tensor], Tensor] | None,
 ) -> Tensor:
-    """The box of the output that a device owns afterwards.
+    """The box of the output that a device then owns.
 
-    seed: of a stage's random numbers, by its number. reduce: where k is split, what makes the owned box of the sum
-    from this device's partial sums.
+    seed: for a stage's number, its random seed. reduce: if k is split, turns this device's partial sums into the owned
+    box of the sum.
     """
     given = list(inputs)
     result: Tensor | None = None
@@ -227,7 +227,7 @@ def _local_stage(
 
 
 def _chain(views: Sequence[Op], spec: TensorSpec, wanted: Box) -> Chain:
-    """Views with the boxes that they are given and shall give, from what the operator needs backwards."""
+    """Views, each with its input and output box, computed backwards from what the operator needs."""
     specs = [spec]
     for view in views:
         specs.append(view.output(specs[-1]))

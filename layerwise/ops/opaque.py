@@ -1,8 +1,8 @@
-"""Operators of PyTorch that are run as they are, by name.
+"""Operators of PyTorch that run as they are, by name.
 
-Nothing is known of them but what they make of tensors that have shapes and no values: so they are not split, and every
-device that computes one has all of its inputs. Where an operator is known to treat the indices of a dimension alone
-(samples in a Fourier transform along another dimension), the table of the importer says so, and it is split there.
+Layerwise knows only what they return for tensors with shapes and no values. So they are not split, and every device
+that computes one has all of its inputs. If the importer's table says that an operator treats a dimension's indices
+independently (samples in a Fourier transform along another dimension), it is split there.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ Shaped = tuple[tuple[int, ...], str]  # shape and element type
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A function's result, its FLOPs, and the memory it takes; in bytes, beside its inputs and its result."""
+    """A function's result, its FLOPs and its memory in bytes, beside its inputs and result."""
 
     shape: tuple[int, ...]
     dtype: str
     flops: float  # of matrix products
-    saved: int  # kept for the backward pass
-    forward: int  # taken while the forward pass runs, freed or not
-    backward: int  # taken while the backward pass runs
+    saved: int  # saved for the backward pass
+    forward: int  # allocated during the forward pass, freed or not
+    backward: int  # allocated during the backward pass
 
 
 def dry_run(function: Callable[[list[Tensor]], Tensor], inputs: Sequence[Shaped]) -> Made:
-    """Forward, and backward where there is a derivative. Raises what PyTorch raises at these shapes."""
+    """Runs forward, and backward if there is a derivative, on shapes only. Raises what PyTorch raises."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -55,7 +55,7 @@ def dry_run(function: Callable[[list[Tensor]], Tensor], inputs: Sequence[Shaped]
 
 @contextmanager
 def unlogged() -> Iterator[None]:
-    """Within it PyTorch logs no call that fails on this thread: what is raised says enough."""
+    """A context in which PyTorch logs no failing call on this thread: the exception says enough."""
     thread, loggers = get_ident(), [logging.getLogger(name) for name in LOGGERS]
 
     def of_others(record: logging.LogRecord) -> bool:
@@ -79,7 +79,7 @@ LOGGERS = (
 
 
 def observed(function: Callable[[list[Tensor]], Tensor], given: list[Tensor]) -> Made:
-    """What it makes of these tensors, forward, and backward where there is a derivative."""
+    """Measures the function on these tensors, forward, and backward if there is a derivative."""
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -94,7 +94,7 @@ def observed(function: Callable[[list[Tensor]], Tensor], given: list[Tensor]) ->
             try:
                 if out.requires_grad:
                     torch.autograd.grad(out, leaves, out, allow_unused=True)
-            except RuntimeError:  # it has no derivative: PyTorch says so where somebody asks for one
+            except RuntimeError:  # it has no derivative; PyTorch says so when one is asked for
                 backward.clear()
     kept, taken = (sum(n for key, n in sizes.items() if key not in own) for sizes in (saved, forward))
     dtype = str(out.dtype).removeprefix("torch.")
@@ -103,9 +103,9 @@ def observed(function: Callable[[list[Tensor]], Tensor], given: list[Tensor]) ->
 
 @dataclass(slots=True)
 class _Storages:
-    """Memory by address: bytes of each."""
+    """Sizes of storages, by address."""
 
-    held: list[Any] = field(default_factory=list)  # so that no other gets the address
+    held: list[Any] = field(default_factory=list)  # so that no other storage gets the address
 
     def note(self, tensor: Tensor, sizes: dict[int, int]) -> int:
         """Adds a tensor's memory to `sizes`. Returns its address."""
@@ -116,14 +116,14 @@ class _Storages:
 
     @contextmanager
     def made(self) -> Iterator[dict[int, int]]:
-        """Yields a dict that is filled with the bytes of what is made within it, by storage."""
+        """Yields a dict that fills with the bytes of new tensors within it, by storage."""
         sizes = dict[int, int]()
         with _observer()(lambda tensor: self.note(tensor, sizes)):
             yield sizes
 
     @contextmanager
     def saved(self) -> Iterator[dict[int, int]]:
-        """Yields a dict that is filled with the bytes that autograd saves within it, by storage."""
+        """Yields a dict that fills with the bytes that autograd saves within it, by storage."""
         from torch.autograd.graph import saved_tensors_hooks
 
         sizes = dict[int, int]()
@@ -138,7 +138,7 @@ class _Storages:
 
 @cache
 def _observer() -> Any:
-    """The mode that shows every tensor that is made. Made here, as this module must be imported without torch."""
+    """A mode that sees every new tensor, created here because this module must be importable without torch."""
     import torch
     from torch.utils import _pytree as pytree
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -160,7 +160,7 @@ def _observer() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The place of a tensor among the arguments: which of the operator's inputs, or of its parameters."""
+    """The place of a tensor among the arguments: an index of the operator's inputs or parameters."""
 
     number: int
     parameter: bool = False
@@ -175,7 +175,7 @@ class ElementType:
 
 @dataclass(frozen=True, slots=True)
 class Here:
-    """The device that computes, as an argument."""
+    """The computing device, as an argument."""
 
 
 Argument: TypeAlias = Union[Slot, ElementType, Here, bool, int, float, complex, str, "tuple[Argument, ...]", None]
@@ -184,28 +184,29 @@ Free: TypeAlias = tuple[tuple[int | None, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class TorchOp(Op):
-    """Output number `result` of `target(**arguments)`; backward it is autograd's.
+    """Output number `result` of `target(**arguments)`; autograd runs its backward.
 
-    free: for each input and each of its dimensions, the output's dimension that it goes along with, index by index;
-    None: it is needed whole. Output dimensions that none goes along with are not split: () splits nothing.
+    free: for each dimension of each input, the output dimension that it corresponds to index by index; None: it is
+    needed in full. Output dimensions without a counterpart are not split: () splits nothing.
     """
 
     kind: ClassVar[str] = "torch_op"
-    target: str  # "aten::topk", "mylib::swoosh.out": an overload that is registered with torch
-    arguments: tuple[tuple[str, Argument], ...]  # by the names of its schema; those that are not the default's
+    target: str  # an overload that is registered with torch: "aten::topk", "mylib::swoosh.out"
+    arguments: tuple[tuple[str, Argument], ...]  # by the names of its schema, without defaults
     result: int = 0
     held: tuple[tuple[tuple[int, ...], str], ...] = ()  # shapes and element types of its parameters
     free: Free = ()
 
     @property
     def fn(self) -> str:
-        """The function's name for people."""
+        """The function's name, for display."""
         return self.target
 
     def output(self, *inputs: TensorSpec) -> TensorSpec:
-        """Shape and type as PyTorch says; a dimension that goes along with an input's has its label.
+        """PyTorch's shape and type; a dimension that corresponds to an input's has its label.
 
-        So has one that is as long as the same of an input: it is not split here, but may be by those that come after.
+        A dimension of the same size as the input's has the label too: it is not split here, but later layers may split
+        it.
         """
         made = made_by(self, inputs)
         dims: list[str | None] = []
@@ -217,10 +218,10 @@ class TorchOp(Op):
         return TensorSpec(made.shape, tuple(dims), made.dtype, tuple(units))
 
     def _named(self, dim: int, extent: int, inputs: Sequence[TensorSpec]) -> tuple[list[str], int]:
-        """Labels that a dimension of the output may have, and its unit."""
+        """Possible labels of an output dimension, and its unit."""
         along = [(x, i) for x, row in zip(inputs, self.free, strict=False) for i, to in enumerate(row) if to == dim]
         if any(x.shape[i] != extent for x, i in along):
-            raise LayerwiseError(f"{self.target}: dimension {dim} of {extent} is not as long as its input's")
+            raise LayerwiseError(f"{self.target}: dimension {dim} of size {extent} differs from its input's")
         alike = [x for x in inputs if len(x.shape) > dim and x.shape[dim] == extent and x.dims[dim]]
         if not along:
             return [str(x.dims[dim]) for x in alike[:1]], alike[0].units[dim] if alike else 1
@@ -244,13 +245,13 @@ class TorchOp(Op):
         return tuple(Parameter(str(i), shape, tuple(map(whole, shape))) for i, (shape, _) in enumerate(self.held))
 
     def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
-        """FLOPs of its matrix products, as torch counts them, and one an element that it reads or makes."""
+        """FLOPs of its matrix products, as torch counts them, plus one for each element that it reads or writes."""
         made = made_by(self, tuple(inputs))
         share: Counts = np.prod(extents, axis=-1, dtype=np.float64) / prod(made.shape)
         return share * (made.flops + prod(made.shape) + sum(x.volume for x in inputs))
 
     def saved(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Saved:
-        """Memory that autograd saves, and all that is made on the way, of a box by its share of the elements."""
+        """Memory that autograd saves and that is allocated meanwhile; a box has its share of the elements."""
         made = made_by(self, tuple(inputs))
         share = np.prod(hi - lo, axis=-1, dtype=np.float64) / prod(made.shape)
         return Saved(extra=share * made.saved, forward=share * made.forward, between=share * made.backward)
@@ -259,7 +260,7 @@ class TorchOp(Op):
         return self.called(inputs, [parameters[str(i)] for i in range(len(self.held))])
 
     def called(self, inputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
-        """The result, without a conjugation or negation that is only marked: what travels are numbers."""
+        """The result, with lazy conjugation or negation resolved, so that numbers can be sent."""
         device = (*inputs, *parameters)[0].device
 
         def real(value: Argument) -> Any:
@@ -283,7 +284,7 @@ class TorchOp(Op):
 
 @lru_cache(maxsize=4096)
 def made_by(op: TorchOp, inputs: tuple[TensorSpec, ...]) -> Made:
-    """The result of the operator on tensors of these shapes. LayerwiseError where PyTorch does not take them."""
+    """The operator's result on tensors of these shapes. Raises LayerwiseError if PyTorch does not accept them."""
     count = len(inputs)
     shapes = [*((x.shape, x.dtype) for x in inputs), *op.held]
     try:
@@ -293,18 +294,20 @@ def made_by(op: TorchOp, inputs: tuple[TensorSpec, ...]) -> Made:
     except Exception as error:  # torch raises whatever a shape leads to
         said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise LayerwiseError(
-            f"{op.target} of shapes {', '.join(str(x.shape) for x in inputs)} fails in PyTorch "
-            f"({said[:160].rstrip('.')}); sizes among its arguments are those of the example inputs"
+            f"{op.target} fails in PyTorch for shapes {', '.join(str(x.shape) for x in inputs)} "
+            f"({said[:160].rstrip('.')}): sizes among its arguments are those of the example inputs"
         ) from None
 
 
 def overload_of(target: str) -> torch._ops.OpOverload:
-    """`aten::sort.stable`, `aten::topk` (its default overload). LayerwiseError where torch has none of that name."""
+    """The overload of `aten::sort.stable`, or of `aten::topk` (the default one). Raises LayerwiseError if it does not
+    exist.
+    """
     import torch
 
     domain, _, name = target.partition("::")
     packet = getattr(getattr(torch.ops, domain), name.partition(".")[0], None)
     overload = getattr(packet, name.partition(".")[2] or "default", None)
     if not isinstance(overload, torch._ops.OpOverload):
-        raise LayerwiseError(f"operator {target} is not registered with torch here: import the package that has it")
+        raise LayerwiseError(f"operator {target} is not registered with torch: import the package that defines it")
     return overload

@@ -1,4 +1,4 @@
-"""Random numbers by position: the same element of a tensor draws the same number however the tensor is cut.
+"""Random numbers by position: an element of a tensor draws the same number however the tensor is split.
 
 SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) as a counter-based generator: number i of a stream is mix(seed + i·γ).
 """
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-Seed = Union[int, "Tensor"]  # a tensor of one int64 where a compiler must not take the number for a constant
+Seed = Union[int, "Tensor"]  # a tensor of one int64 if a compiler must not treat the number as a constant
 
 _GAMMA = 0x9E3779B97F4A7C15
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
@@ -23,11 +23,11 @@ _LAST = 31
 _BITS = 64
 _SIGN = 1 << (_BITS - 1)
 _FINEST = 53  # bits of a float64's mantissa
-_BLOCK = 1 << 16  # positions at a time for each thread of a CPU: what it works on then stays in its cache
+_BLOCK = 1 << 16  # positions at a time for each CPU thread, to stay in its cache
 
 
 def combine(*parts: int) -> int:
-    """A seed from several numbers (a run's seed, a layer's number, a step): SplitMix64 of one after the other."""
+    """A seed from several numbers (a run's seed, a layer's number, a step), by SplitMix64 of one after the other."""
     seed = 0
     for part in parts:
         seed = _mixed((seed ^ part) + _GAMMA)
@@ -37,9 +37,9 @@ def combine(*parts: int) -> int:
 def uniform(
     seed: Seed, box: Box, shape: Sequence[int], *, dtype: torch.dtype | None = None, device: torch.device | None = None
 ) -> Tensor:
-    """Numbers in [0, 1) for the positions `box` of a tensor of `shape`, of as many random bits as the mantissa has.
+    """Numbers in [0, 1) for the positions `box` of a tensor of `shape`, with as many random bits as the mantissa.
 
-    That is 24 in float32 (dtype None) and 53 in float64. Another type has the first bits of the same numbers.
+    That is 24 in float32 (dtype None) and 53 in float64. Other types have the leading bits of the same numbers.
     """
     import torch
 
@@ -60,16 +60,16 @@ def chance(p: float, seed: Seed, box: Box, shape: Sequence[int], device: torch.d
     bound = (ceil(p * 2**_FINEST) << (_BITS - _FINEST)) - _SIGN
 
     def draw(part: Box) -> Tensor:
-        bits = _bits(seed, part, shape, device).bitwise_xor_(signed(_SIGN))  # unsigned order as that of signed numbers
+        bits = _bits(seed, part, shape, device).bitwise_xor_(signed(_SIGN))  # unsigned order as signed order
         return bits < bound if bound < _SIGN else bits == bits
 
     return _in_blocks(draw, box, device)
 
 
 def drop(x: Tensor, p: float, seed: Seed, box: Box, shape: Sequence[int]) -> Tensor:
-    """x with probability 1 - p scaled by 1/(1 - p), else 0: by the positions `box` of a tensor of `shape`.
+    """With probability 1 - p, x/(1 - p), else 0; draws are for the positions `box` of a tensor of `shape`.
 
-    The box may lack x's last dimensions: one draw for all their positions.
+    The box may lack x's last dimensions: they then share one draw.
     """
     import torch
 
@@ -77,7 +77,7 @@ def drop(x: Tensor, p: float, seed: Seed, box: Box, shape: Sequence[int]) -> Ten
         return x
     if p == 1:
         return x * 0.0
-    if torch.compiler.is_compiling():  # inductor's arithmetic of indices does not wrap: see run/compiling.py
+    if torch.compiler.is_compiling():  # inductor's index arithmetic does not wrap: see run/compiling.py
         kept: Tensor = torch.ops.layerwise.chance(p, seed, box.lo, box.hi, shape).logical_not()
     else:
         kept = chance(p, seed, box, shape, x.device).logical_not_()
@@ -87,7 +87,7 @@ def drop(x: Tensor, p: float, seed: Seed, box: Box, shape: Sequence[int]) -> Ten
 def normal(
     seed: int, box: Box, shape: Sequence[int], *, dtype: torch.dtype | None = None, device: torch.device | None = None
 ) -> Tensor:
-    """Standard normal numbers for the positions `box`: Box and Muller's transform of two streams.
+    """Standard normal numbers for the positions `box`: the Box-Muller transform of two streams.
 
     In float64, or rounded from float32.
     """
@@ -105,7 +105,7 @@ def normal(
 
 
 def _bits(seed: Seed, box: Box, shape: Sequence[int], device: torch.device | None) -> Tensor:
-    """64 random bits a position, in int64."""
+    """64 random bits for each position, as int64."""
     import torch
 
     ones = (1,) * len(shape)
@@ -114,7 +114,7 @@ def _bits(seed: Seed, box: Box, shape: Sequence[int], device: torch.device | Non
     else:
         bits = seed.reshape(ones).clone()
     stride = 1
-    for dim in reversed(range(len(shape))):  # row-major index in the whole tensor, times γ; int64 wraps
+    for dim in reversed(range(len(shape))):  # row-major index in the full tensor, times γ; int64 wraps
         steps = torch.arange(box.lo[dim], box.hi[dim], dtype=torch.int64, device=device) * signed(stride * _GAMMA)
         bits = bits + steps.reshape(-1, *(1,) * (len(shape) - dim - 1))
         stride *= shape[dim]
@@ -127,7 +127,7 @@ def _bits(seed: Seed, box: Box, shape: Sequence[int], device: torch.device | Non
 
 
 def _in_blocks(draw: Callable[[Box], Tensor], box: Box, device: torch.device | None) -> Tensor:
-    """`draw` of the whole box, on a CPU by parts of it."""
+    """`draw` of the full box, on a CPU in parts."""
     import torch
 
     most = _BLOCK * torch.get_num_threads()
@@ -144,7 +144,7 @@ def _in_blocks(draw: Callable[[Box], Tensor], box: Box, device: torch.device | N
 
 
 def _halves(box: Box, most: int) -> Iterator[Box]:
-    """The box in parts of at most that many positions, cut along its outer dimensions."""
+    """The box in parts of at most `most` positions, cut along its outer dimensions."""
     if box.volume <= most:
         yield box
         return
@@ -155,7 +155,7 @@ def _halves(box: Box, most: int) -> Iterator[Box]:
 
 
 def _shift_(bits: Tensor, by: int) -> Tensor:
-    """Logical shift to the right (torch's is arithmetic), in place."""
+    """Logical shift right (torch's is arithmetic), in place."""
     return bits.bitwise_right_shift_(by).bitwise_and_(_ones(_BITS - by))
 
 
@@ -171,6 +171,6 @@ def _mixed(value: int) -> int:
 
 
 def signed(value: int) -> int:
-    """A number of 64 bits as int64 has it."""
+    """A 64-bit number as int64."""
     value &= _ones(_BITS)
     return value - (1 << _BITS) if value & _SIGN else value

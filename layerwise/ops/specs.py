@@ -1,4 +1,4 @@
-"""Specs: what operators derive from the TensorSpecs of their inputs."""
+"""Specs that operators derive from their inputs' TensorSpecs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from layerwise.tensor import TensorSpec
 if TYPE_CHECKING:
     from torch import Tensor
 
-POSITIONS = ("d", "h", "w", "l", "s")  # labels of what can be cut amid a unit: then more is read than the cut's part
+# labels of dimensions that can be split within a unit: then more than the part is read
+POSITIONS = ("d", "h", "w", "l", "s")
 
 
 def same(spec: TensorSpec, full: Collection[int] = ()) -> Maps:
-    """Every dimension needs its own interval, but those that are needed in full."""
+    """Every dimension needs its own interval, except those needed in full."""
     return tuple(whole(extent) if i in full else identity(extent, i) for i, extent in enumerate(spec.shape))
 
 
@@ -33,9 +34,10 @@ def broadcast(spec: TensorSpec | tuple[int, ...], out: TensorSpec) -> Maps:
 
 
 def merge_labels(shape: tuple[int, ...], candidates: Sequence[TensorSpec], dtype: str) -> TensorSpec:
-    """A spec of `shape`, each dimension labelled by the first candidate (aligned right) that spans it.
+    """A spec of `shape`; each dimension has the label of the first candidate (aligned right) that spans it.
 
-    What a view binds in one candidate and another one names is cut as that one is: of the view more is read then.
+    A dimension that a view binds in one candidate and another names is split as in the other; more of the view is then
+    read.
     """
     dims: list[str | None] = []
     units: list[int] = []
@@ -52,14 +54,14 @@ def merge_labels(shape: tuple[int, ...], candidates: Sequence[TensorSpec], dtype
 
 
 def bound(spec: TensorSpec, dim: int) -> bool:
-    """Whether a view leaves no cut of a dimension that has a box behind it: whoever cuts it reads all of it."""
+    """True if a view prevents splitting a dimension into boxes: whoever splits it reads all of it."""
     return spec.dims[dim] is None and 1 < spec.units[dim] == spec.shape[dim]
 
 
 def resized(spec: TensorSpec, extents: Mapping[int, int]) -> TensorSpec:
-    """`spec` with other extents of these dimensions, of which positions need windows.
+    """`spec` with other extents of these dimensions, for windows over positions.
 
-    Merged positions among them are cut anywhere, as windows end amid units anyhow; merged samples or channels nowhere.
+    Merged positions are split anywhere, as windows end within units anyhow; merged samples or channels nowhere.
     """
     shape, dims, units = list(spec.shape), list(spec.dims), list(spec.units)
     for i, extent in extents.items():
@@ -69,7 +71,7 @@ def resized(spec: TensorSpec, extents: Mapping[int, int]) -> TensorSpec:
 
 
 def at_batch(spec: TensorSpec, old: int, new: int) -> TensorSpec:
-    """`spec` of `new` samples, not `old`."""
+    """`spec` with `new` samples instead of `old`."""
     rows = zip(spec.dims, spec.shape, strict=True)
     return replace(spec, shape=tuple(extent // old * new if label == "n" else extent for label, extent in rows))
 
@@ -78,24 +80,24 @@ def dim_index(dim: int, spec: TensorSpec) -> int:
     """`dim`, which may count from the end, as an index."""
     rank = len(spec.shape)
     if not -rank <= dim < rank:
-        raise LayerwiseError(f"dimension {dim} of {spec.describe()}: there are only {rank}")
+        raise LayerwiseError(f"dimension {dim} is out of range for {spec.describe()}, which has {rank}")
     return dim % rank
 
 
 def only(spec: TensorSpec, dims: Sequence[int]) -> TensorSpec:
-    """`spec` with only these of its dimensions, in this order."""
+    """`spec` with only these dimensions, in this order."""
     shape, units = (tuple(row[i] for i in dims) for row in (spec.shape, spec.units))
     return TensorSpec(shape, tuple(spec.dims[i] for i in dims), spec.dtype, units)
 
 
 def check_positions(index: Tensor, count: int) -> None:
-    """LayerwiseError where a position is none of `count`; on a GPU its own assertion, for which nobody waits."""
+    """Raises LayerwiseError if a position is out of range; on a GPU, an assertion raises later, without a wait."""
     import torch
 
     inside = ((index >= 0) & (index < count)).all()
-    said = f"a position is not between 0 and {count - 1}"
+    said = f"a position is out of range 0 to {count - 1}"
     if index.device.type == "cpu":
         if not bool(inside):
-            raise LayerwiseError(f"{said}: {int(index.min())} to {int(index.max())} are given")
+            raise LayerwiseError(f"{said}: positions are {int(index.min())} to {int(index.max())}")
     else:
         torch._assert_async(inside, said)

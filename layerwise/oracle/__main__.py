@@ -160,7 +160,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def _check(args: argparse.Namespace, named: Sequence[str], gpus: Sequence[int]) -> None:
-    """LayerwiseError for flags that do not go together, and for files that cannot be written."""
+    """Raises LayerwiseError for flags that do not go together, and for files that cannot be written."""
     if args.scaling == "strong" and args.batch is None:
         raise LayerwiseError("--scaling strong needs --batch B: the samples of a step, which stay the same")
     if args.scaling == "strong" and args.batch % 1:

@@ -70,7 +70,7 @@ def ask(
 
 
 def compare_with(oracle: Oracle, runs: Sequence[MeasuredRun]) -> list[Compared]:
-    """Projects every measured run at its own batch, groups and segments. LayerwiseError where a strategy cannot."""
+    """Projects every measured run at its own batch, groups and segments. Raises LayerwiseError if a strategy cannot."""
     question = oracle.question
 
     @cache

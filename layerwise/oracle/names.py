@@ -17,7 +17,7 @@ def title(name: str) -> str:
 
 
 def known(text: str) -> str:
-    """A strategy's short name: `df` for `data+filter`, too. LayerwiseError where there is no such strategy."""
+    """A strategy's short name: `df` for `data+filter`, too. Raises LayerwiseError if there is no such strategy."""
     name = next((short for short, long in TITLES.items() if long == text), text)
     if name not in NAMES:
         raise LayerwiseError(f"unknown strategy {name!r}{nearest(name, NAMES)}; there are {', '.join(NAMES)}")

@@ -1,11 +1,11 @@
-"""Blocks: runs of consecutive layers, of which those with `recompute` are made again together in the backward pass.
+"""Blocks: runs of consecutive layers; in the backward pass the recomputed layers of a block run again together.
 
-What lives across a block's end is kept through the step, what is inside of the largest block is held at once when it is
-made again. Their sum is about least: of a transformer a block is a layer, between two residual streams (the idea is
-that of Chen, Xu, Zhang and Guestrin, Training Deep Nets with Sublinear Memory Cost, 2016). Sizes are those of whole
-tensors in elements, so that cost, search and run have the same blocks whatever they split and compute in.
+What crosses a block's end is saved for the step; what is inside the largest block is held at once during recomputation.
+The blocks make the sum about minimal: in a transformer a block is a layer, between two residual streams (the idea is
+from Chen, Xu, Zhang and Guestrin, Training Deep Nets with Sublinear Memory Cost, 2016). Sizes are those of full tensors
+in elements, so that cost, search and run have the same blocks whatever the split and element type.
 
-And what is saved once for two: a layer's output within what a reader has received (`saved_within`).
+Also: what is saved once for two readers, a layer's output within what a reader has received (`saved_within`).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from layerwise.ops.nn.pool import Pool
 from layerwise.ops.tensor.pointwise import Unary
 from layerwise.partition.ahead import EdgeEnd
 
-AGAIN = " (again)"  # how the names of spans end of what is made again
-LIMITS = 24  # sizes of the largest block that are tried, from that of the largest layer to that of all
+AGAIN = " (again)"  # suffix of the names of recomputation's spans
+LIMITS = 24  # candidate sizes of the largest block, from the size of the largest layer to that of all
 
 
 def blocks(graph: LayerGraph) -> dict[str, int]:
     """The number of each computed layer's block, from 0 in the plan's order."""
-    known: dict[str, dict[str, int]] = vars(graph)  # kept as functools.cached_property keeps what it makes
+    known: dict[str, dict[str, int]] = vars(graph)  # cached like a functools.cached_property
     if "blocks" not in known:
         known["blocks"] = _blocks(graph)
     return known["blocks"]
@@ -45,9 +45,9 @@ def _blocks(graph: LayerGraph) -> dict[str, int]:
 
 
 def recomputable(graph: LayerGraph) -> frozenset[str]:
-    """The layers that hold less where they are recomputed: what their backward pass reads, or another's of the block.
+    """The layers that save memory by recomputation: of what their backward pass reads, or another's in the block.
 
-    A sum of two tensors keeps nothing; but the norm after it reads it, and can only be made again of what is there.
+    A sum of two tensors saves nothing; but the norm after it reads it, and can only be recomputed from what is there.
     """
     of, consumers = blocks(graph), graph.consumers()
     found = set[str]()
@@ -74,20 +74,21 @@ def recomputed_layers(graph: LayerGraph, recomputed: Collection[str]) -> dict[st
 def _starts(across: Floats, inside: Floats, last: Ints) -> list[int]:
     """The first layers of the blocks.
 
-    across: (L,) what each layer makes, which is kept where a block's end lies before the last layer that uses it,
-    `last`: (L,). inside: (L,) what is kept of it where it is not recomputed. The sum of the first over all layers and
-    of the second over the largest block is least, of those with a largest block of at most one of `LIMITS` sizes.
+    across: (L,) each layer's output, which is saved if a block ends before the last layer that uses it, `last`: (L,).
+    inside: (L,) what is saved of it without recomputation. The sum of the first over all layers and of the second over
+    the largest block is minimal, among those whose largest block is at most one of `LIMITS` sizes.
     """
     count = len(across)
     if not count:
         return []
     until = np.concatenate([[0.0], inside.cumsum()])
     limits = np.geomspace(max(inside.max(), 1.0), max(until[-1], 1.0), LIMITS)
-    kept = np.full((LIMITS, count + 1), np.inf)  # at least, of the layers before each, where a block begins there
+    kept = np.full((LIMITS, count + 1), np.inf)  # minimum saved by the layers before each, if a block begins there
     kept[:, 0] = 0.0
     begin = np.zeros((LIMITS, count + 1), np.int64)  # of the block before it
     for end in range(1, count + 1):
-        leaving = np.where(last[:end] >= end, across[:end], 0.0)[::-1].cumsum()[::-1]  # of a block from each layer on
+        # crosses a block's end, from each layer on
+        leaving = np.where(last[:end] >= end, across[:end], 0.0)[::-1].cumsum()[::-1]
         fits = until[end] - until[:end] <= limits[:, None] * (1 + 1e-9)
         total = np.where(fits, kept[:, :end] + leaving, np.inf)
         begin[:, end] = total.argmin(1)
@@ -113,19 +114,19 @@ def _sizes(graph: LayerGraph, layers: list[Layer]) -> tuple[Floats, Floats, Ints
     places = {layer.name: i for i, layer in enumerate(layers)}
     across = np.array([float(layer.out.volume) for layer in layers])
     inside, last = np.zeros(len(layers)), np.arange(len(layers))
-    read = set[str]()  # whose outputs are
+    read = set[str]()  # layers whose outputs are read
     for i, layer in enumerate(layers):
         last[[places[source] for source in layer.inputs if source in places]] = i
         inside[i], here = _read(graph, layer)
         read |= here
     for layer in layers:
-        if layer.name in read and not layer.stages[-1].view:  # else it is another's
+        if layer.name in read and not layer.stages[-1].view:  # otherwise it is another's
             inside[places[layer.name]] += layer.out.volume
     return across, inside, last
 
 
 def _read(graph: LayerGraph, layer: Layer) -> tuple[float, set[str]]:
-    """The reads of a layer's backward pass: elements that are made inside, and the layers whose outputs it reads."""
+    """What a layer's backward pass reads: elements computed inside, and the layers whose outputs it reads."""
     inside, sources, results = 0.0, set[str](), set[int]()
     for number, (stage, gradients) in enumerate(zip(layer.stages, graph.gradients(layer), strict=True)):
         if not (graph.has_gradient[layer.name] and gradients.result):
@@ -142,12 +143,12 @@ def _read(graph: LayerGraph, layer: Layer) -> tuple[float, set[str]]:
 
 
 def saved_within(graph: LayerGraph) -> dict[str, EdgeEnd]:
-    """The reader that may save a layer's output within what it receives, by layer.
+    """For each layer, the reader that may save the layer's output within what it receives.
 
-    A ReLU's output is kept for its own backward pass. A convolution that needs a halo keeps a larger tensor, which has
-    this box in it, too. Where such a tensor arrives, the box need not be kept beside it. A matrix product is no such
-    reader: what channels it gathers would live longer than they do. Only element-wise functions are among these layers,
-    whose kernels take a tensor of any strides, and only where no other reader keeps what it reads.
+    A ReLU's output is saved for its own backward pass. A convolution that needs a halo saves a larger tensor, which
+    contains that output's box. So if such a tensor is received, the box need not be saved beside it. A matrix product
+    is not such a reader: the channels that it gathers would live longer than they do. Only element-wise functions,
+    whose kernels accept any strides, are among these layers, and only if no other reader saves what it reads.
     """
     found, readers = dict[str, EdgeEnd](), dict[str, list[EdgeEnd]]()
     for source, target, slot in graph.edges():
@@ -162,7 +163,7 @@ def saved_within(graph: LayerGraph) -> dict[str, EdgeEnd]:
 
 
 def _keeps(graph: LayerGraph, reader: str, slot: int) -> bool:
-    """True if the backward pass of a reader, or of those of its view, reads the input again."""
+    """True if the backward pass of a reader, or of the readers of its view, reads the input again."""
     layer = graph[reader]
     if layer.end or slot >= len(layer.specs):
         return True
@@ -174,14 +175,14 @@ def _keeps(graph: LayerGraph, reader: str, slot: int) -> bool:
 
 
 def _as_it_comes(reader: Layer) -> bool:
-    """True if it computes with its first input itself, no view and no copy of another type; what draws has none."""
+    """True if it computes with its first input itself, not with a view or a cast copy; layers that draw do not."""
     first = reader.stages[0]
     if reader.end or not first.views or first.view or first.views[0] or reader.specs[0].dtype != first.space.out.dtype:
         return False
-    return isinstance(first.op, (Conv, Pool))  # whose halos are thin; gathered channels would live longer
+    return isinstance(first.op, (Conv, Pool))  # their halos are thin; gathered channels would live longer
 
 
 def _saved(stage: Stage) -> Saved:
-    """Memory that a stage saves where it is not split."""
+    """Memory that an unsplit stage saves."""
     whole = np.array([[dim.extent for dim in stage.space.dims]], np.int64)
     return stage.op.saved(stage.specs, np.zeros_like(whole), whole)

@@ -1,4 +1,4 @@
-"""Buckets: which gradients travel together. The rule of DistributedDataParallel."""
+"""Buckets: which gradients are sent together, by DistributedDataParallel's rule."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import numpy as np
 
 from layerwise.geometry.arrays import Ints, Mask
 
-BUCKET_BYTES = 25 * 2**20  # gradients that travel together: DistributedDataParallel's default bucket_cap_mb
-CAPS = tuple(mib * 2**20 for mib in (25, 10, 5, 2, 1))  # that a plan may have
+BUCKET_BYTES = 25 * 2**20  # DistributedDataParallel's default bucket_cap_mb
+CAPS = tuple(mib * 2**20 for mib in (25, 10, 5, 2, 1))  # the bucket sizes that a plan may have
 FIRST_BUCKET_BYTES = 2**20  # so that communication begins early: DistributedDataParallel's _DEFAULT_FIRST_BUCKET_BYTES
 
 
@@ -17,14 +17,14 @@ ALONE = 0.0  # bytes of gradients that fill no bucket: all of one group share on
 
 
 def fill(gradients: Iterable[tuple[Hashable, float]], cap_bytes: float = BUCKET_BYTES) -> list[list[int]]:
-    """The places in `gradients` of those in each bucket; buckets in the order in which they are begun.
+    """The indices in `gradients` of each bucket; buckets are in the order in which they begin.
 
-    gradients: the group that shares each, whose alone travel together, and its bytes, as the backward pass makes them.
-    A bucket takes gradients until it has `cap_bytes`, and leaves with its last one. The first one of a group is small:
-    of its group, not of the device, for all members must fill alike, and a device's own first may be of another group.
+    gradients: for each, in the order of the backward pass, the group that shares it (only one group's gradients share a
+    bucket), and its bytes. A bucket takes gradients until it has `cap_bytes`, and is sent with its last one. The first
+    bucket of a group is small: of the group, not of the device, as all members must fill buckets alike.
     """
     buckets: list[list[int]] = []
-    filling: dict[Hashable, tuple[list[int], float]] = {}  # by group: the bucket, and what room it has
+    filling: dict[Hashable, tuple[list[int], float]] = {}  # by group: the bucket, and its remaining room
     for number, (group, size_bytes) in enumerate(gradients):
         bucket, room = filling.get(group, (None, 0.0))
         if bucket is None or room <= 0:
@@ -37,10 +37,10 @@ def fill(gradients: Iterable[tuple[Hashable, float]], cap_bytes: float = BUCKET_
 
 
 def flushed_after(buckets: Sequence[Sequence[int]], queues: Sequence[Hashable], members: Sequence[Mask]) -> list[int]:
-    """The number of the gradient after which each bucket is flushed, as `fill` returns them.
+    """The index of the gradient after which each bucket of `fill` is flushed.
 
     A device begins the sums of a queue in the order of its buckets: a full one waits for those before it. A bucket is
-    flushed when all its members, (N,) flags, have come to it.
+    flushed when all its members, (N,) flags, have reached it.
     """
     last: dict[Hashable, Ints] = {}
     found: list[int] = []

@@ -1,8 +1,8 @@
 """Edge: a tensor that one layer owns and another needs; and which edges are all-gathers.
 
-An all-gather is a transfer that the runtime runs as one collective where the network has them (NCCL): all members of a
-group need the same box, and each owns an equal part of it. The way back is a reduce-scatter. All other transfers are
-messages. This is `partition.moved.transfer` for all pairs of configurations at once (tests/partition/test_edge.py).
+An all-gather is a transfer that runs as one collective on networks that have them (NCCL): all members of a group need
+the same box, and each owns an equal part of it. Its backward is a reduce-scatter. All other transfers are messages.
+This is `partition.moved.transfer` for all pairs of configurations at once (tests/partition/test_edge.py).
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from layerwise.tensor import TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """The facts that a transfer follows from, under C_u configurations of the producer and C_v of the consumer.
+    """What a transfer depends on, under C_u configurations of the producer and C_v of the consumer.
 
-    Names of layers and labels of dimensions are no part of it: equal edges cost the same.
+    It has no names of layers or labels of dimensions: equal edges cost the same.
     """
 
     held: tuple[Dim, ...]  # the tensor's dimensions, without labels; a scalar counts as one dimension of extent 1
     item_bytes: int
-    maps: Maps  # which box of the tensor a cell of the consumer needs
-    dims: tuple[Dim, ...]  # that a cell of the consumer is cut from, without labels
+    maps: Maps  # the box of the tensor that a cell of the consumer needs
+    dims: tuple[Dim, ...]  # dimensions of the consumer's cells, without labels
     owners: LayoutCells  # of the tensor
     needers: LayoutCells  # of `dims`
 
     @staticmethod
     def of(source: TensorSpec, owners: LayoutCells, maps: Maps, dims: tuple[Dim, ...], needers: LayoutCells) -> Edge:
-        """`source` goes from its owners to those who need `maps` of it for their cells of `dims`."""
+        """The edge of `source` from its owners to devices that need `maps` of it for their cells of `dims`."""
         rows = zip(source.shape or (1,), source.units or (1,), strict=True)
         held = tuple(Dim(None, extent, unit) for extent, unit in rows)
         unlabelled = tuple(Dim(None, d.extent, d.unit) for d in dims)
         return Edge(held, source.item_bytes, maps or (whole(1),), unlabelled, owners, needers)
 
     def to(self, columns: Ints) -> Edge:
-        """The edge to some of the consumer's configurations only."""
+        """The edge for some of the consumer's configurations only."""
         return replace(self, needers=self.needers.take(columns))
 
     @property
@@ -61,23 +61,23 @@ class Edge:
     @property
     def largest_bytes(self) -> Floats:
         """(C_v,) bytes of the largest box that a device needs."""
-        return largest_box(self.maps, self.dims, self.needers.degrees) * self.item_bytes
+        return largest_box(self.maps, self.dims, self.needers.cuts) * self.item_bytes
 
     @property
     def needed_volume(self) -> Floats:
         """(C_v,) elements that all devices together need."""
-        return all_boxes(self.maps, self.dims, self.needers.degrees)
+        return all_boxes(self.maps, self.dims, self.needers.cuts)
 
 
-PAIRS = 256  # of configurations that are compared at once on all devices: bounds the memory
-IDLE, NEVER = -1, -2  # in place of a number of elements: of a device without a part; of one whose part cannot be equal
+PAIRS = 256  # of configurations, compared at once on all devices, to bound memory
+IDLE, NEVER = -1, -2  # instead of a number of elements: a device without a part; one whose part cannot be equal
 
 
 def are_gathers(edge: Edge, *, roughly: bool = False) -> Mask:
     """(C_u, C_v): whether every device that takes part is in an all-gather.
 
-    What owners have is disjoint: where the members' parts fill what they need, nobody else has anything of it.
-    roughly: as far as the first device can tell, so that what is none may be among them.
+    Owned boxes are disjoint: if the members' parts fill what they need, nobody else has any of it. roughly: only by the
+    first device, so some may not be all-gathers.
     """
     result = np.zeros(edge.pairs, np.bool_)
     rows, columns = _on_device_0(edge)
@@ -98,7 +98,7 @@ def are_gathers(edge: Edge, *, roughly: bool = False) -> Mask:
 
 
 def _fit(edge: Edge, i: Ints, j: Ints, devices: Ints) -> Mask:
-    """A mask of the pairs that are gathers as far as these devices can tell, which own a share of what they need."""
+    """A mask of the pairs that are all-gathers as far as these devices show: each owns its share of what it needs."""
     own, need = _owned(edge, devices), _boxes(edge.maps, edge.dims, edge.needers, devices)
     has, needs = edge.owners.numbers(devices) >= 0, edge.needers.numbers(devices) >= 0
     of, wanted = _members(edge, devices), (need[1] - need[0]).prod(-1)
@@ -109,7 +109,9 @@ def _fit(edge: Edge, i: Ints, j: Ints, devices: Ints) -> Mask:
 
 
 def _on_device_0(edge: Edge) -> tuple[Ints, Ints]:
-    """Pairs that may be gathers: the same devices take part, and the first one, which always does, has its share."""
+    """Pairs that may be all-gathers: the same devices take part, and the first one, which always
+    does, has its share.
+    """
     members = _members_of_device_0(edge)
     tables, wanted = list[tuple[Ints, Ints, Ints]](), np.ones(len(members), np.int64)
     for j, axis in enumerate(edge.maps):
@@ -119,7 +121,8 @@ def _on_device_0(edge: Edge) -> tuple[Ints, Ints]:
         tables.append((np.maximum(np.minimum(end[:, None], hi) - lo, 0), which, column))
         wanted *= (hi - lo)[column]
     columns = np.flatnonzero((members > 1) & (wanted > 0) & (wanted % members == 0))
-    rows, which = np.nonzero(_devices(edge.owners)[:, None] == _devices(edge.needers)[columns])
+    formula = edge.owners.before is None and edge.needers.before is None
+    rows, which = np.nonzero(_devices(edge.owners, formula)[:, None] == _devices(edge.needers, formula)[columns])
     columns = columns[which]
     part = np.ones(len(rows), np.int64)
     for table, row, column in tables:
@@ -129,7 +132,7 @@ def _on_device_0(edge: Edge) -> tuple[Ints, Ints]:
 
 
 def _members_of_device_0(edge: Edge) -> Ints:
-    """(C_v,) as `_members`: its cell is the first, so of each dimension it takes the cells that need what that does."""
+    """(C_v,) `_members` of device 0: its cell is the first, so only leading cells of each dimension need the same."""
     cells, sources = edge.needers, driven(edge)
     spare = [i for i in range(cells.degrees.shape[1]) if i not in sources]
     members: Ints = cells.degrees[:, spare].prod(1)
@@ -142,7 +145,7 @@ def _members_of_device_0(edge: Edge) -> Ints:
 
 @lru_cache(maxsize=4096)
 def _alike(axis: AxisMap, dim: Dim, degrees: tuple[int, ...]) -> Ints:
-    """The number of cells along a dimension that need what the first one does, by degree."""
+    """The number of cells along a dimension that need the same as the first one, by degree."""
     found = list[int]()
     for degree in degrees:
         cuts = boundaries(dim.extent, degree, dim.unit)
@@ -152,7 +155,7 @@ def _alike(axis: AxisMap, dim: Dim, degrees: tuple[int, ...]) -> Ints:
 
 
 def _first_cells(edge: Edge, axis: AxisMap) -> tuple[Ints, Ints, Ints]:
-    """lo, hi of what the first device needs of a dimension, by degree, and which degree each configuration has."""
+    """lo, hi of what the first device needs of a dimension, by degree, and each configuration's degree."""
     if axis.source is None:
         return *axis(np.zeros(1, np.int64), np.ones(1, np.int64)), np.zeros(edge.pairs[1], np.int64)
     dim, (degrees, column) = edge.dims[axis.source], edge.needers.distinct[axis.source]
@@ -160,8 +163,10 @@ def _first_cells(edge: Edge, axis: AxisMap) -> tuple[Ints, Ints, Ints]:
     return *axis(np.zeros_like(end), end), column
 
 
-def _devices(cells: LayoutCells) -> Ints:
-    """(C,) equal where the same devices have cells: the first ones, or every so many-th."""
+def _devices(cells: LayoutCells, formula: bool) -> Ints:
+    """(C,) equal where the same devices have cells: the first ones, or every so many-th; else whoever they are."""
+    if not formula:
+        return cells.active @ (np.arange(cells.devices, dtype=np.int64) ** 5 + 1)  # `_fit` looks at each
     count = cells.count
     last = (count - 1) * cells.devices // count
     apart: Ints = count * 2 + (cells.strided & (last != count - 1))
@@ -169,7 +174,7 @@ def _devices(cells: LayoutCells) -> Ints:
 
 
 def _overlap(own: tuple[Ints, Ints], need: tuple[Ints, Ints], i: Ints, j: Ints) -> Ints:
-    """(pairs, N) elements of the overlap of boxes (C_u, N, J) and (C_v, N, J), of these pairs."""
+    """(pairs, N) elements of the overlap of boxes (C_u, N, J) and (C_v, N, J), for these pairs."""
     part = np.ones((1, 1), np.int64)
     for axis in range(own[0].shape[2]):
         (a, b), (c, d) = ([ends[k, :, axis] for ends in box] for box, k in ((own, i), (need, j)))
@@ -178,7 +183,7 @@ def _overlap(own: tuple[Ints, Ints], need: tuple[Ints, Ints], i: Ints, j: Ints) 
 
 
 def _members(edge: Edge, devices: Ints) -> Ints:
-    """(C_v, W) how many devices need the same box as each of these that needs one."""
+    """(C_v, W) for each of these devices, how many devices need the same box."""
     cells = edge.needers
     apart = cells.degrees[:, list(driven(edge))].prod(1)
     members = np.tile((cells.total // apart)[:, None], (1, len(devices)))
@@ -189,7 +194,7 @@ def _members(edge: Edge, devices: Ints) -> Ints:
 
 
 def driven(edge: Edge) -> tuple[int, ...]:
-    """The dimensions of the consumer's cells that say which box they need."""
+    """The dimensions of the consumer's cells that determine the needed box."""
     return tuple(sorted({axis.source for axis in edge.maps if axis.source is not None}))
 
 
@@ -205,38 +210,46 @@ def coincide(edge: Edge) -> Mask:
 
 @lru_cache(maxsize=4096)
 def _distinct(axis: AxisMap, dim: Dim, degrees: tuple[int, ...]) -> Mask:
-    """A mask by degree: true if no two cells along a dimension need the same."""
+    """A mask by degree: True if no two cells along a dimension need the same."""
     found = list[bool]()
     for degree in degrees:
         cuts = boundaries(dim.extent, degree, dim.unit)
-        found.append(len(np.unique(np.stack(axis(cuts[:-1], cuts[1:])), axis=1).T) == degree)
+        found.append(len(np.unique(np.stack(axis(cuts[:-1], cuts[1:])), axis=1).T) == len(cuts) - 1)
     return np.array(found, np.bool_)
 
 
 def needers(edge: Edge) -> Ints:
     """(C_v, N): devices that need the same box have the same number, also where their cells differ; -1: none."""
-    degrees, index = edge.needers.degrees, edge.needers.index
+    numbers, index = edge.needers.cuts, edge.needers.index
     number = np.zeros(index.shape[:2], np.int64)
     for axis in edge.maps:
         if axis.source is not None:
             dim = edge.dims[axis.source]
             for degree in edge.needers.distinct[axis.source][0]:
                 cuts = boundaries(dim.extent, degree, dim.unit)
-                rows, ends = degrees[:, axis.source] == degree, np.stack(axis(cuts[:-1], cuts[1:]))
+                rows, ends = numbers[:, axis.source] == degree, np.stack(axis(cuts[:-1], cuts[1:]))
                 same = np.unique(ends, axis=1, return_inverse=True)[1].reshape(-1)
-                number[rows] = number[rows] * degree + same[index[rows, :, axis.source]]
+                number[rows] = number[rows] * (len(cuts) - 1) + same[index[rows, :, axis.source]]
     return np.where(edge.needers.active, number, -1)
 
 
 def _owned(edge: Edge, devices: Ints | None = None) -> tuple[Ints, Ints]:
-    """(C_u, N, J) what each device owns; see `_boxes`."""
+    """(C_u, N, J) bounds of what each device owns; see `_boxes`."""
     maps = tuple(identity(held.extent, j) for j, held in enumerate(edge.held))
     return _boxes(maps, edge.held, edge.owners, devices)
 
 
+def cells_on(dims: Sequence[Dim], cells: LayoutCells, devices: Ints) -> Floats:
+    """(C, W) elements of the cells of these devices."""
+    dims = dims if len(dims) == cells.cuts.shape[1] else (Dim(None, 1), *dims)  # of a scalar
+    lo, hi = _boxes(tuple(identity(d.extent, i) for i, d in enumerate(dims)), dims, cells, devices)
+    volume: Floats = (hi - lo).astype(np.float64).prod(-1)
+    return np.where(cells.numbers(devices) >= 0, volume, 0.0)
+
+
 def _boxes(maps: Maps, dims: Sequence[Dim], cells: LayoutCells, devices: Ints | None = None) -> tuple[Ints, Ints]:
     """lo, hi (C, N, J) of what `maps` make of the cell of each device, or of some; empty where it has none."""
-    degrees, index = cells.degrees, cells.index if devices is None else cells.at(devices)
+    numbers, index = cells.cuts, cells.index if devices is None else cells.at(devices)
     shape = (*index.shape[:2], len(maps))
     lo, hi = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     for j, axis in enumerate(maps):
@@ -247,7 +260,7 @@ def _boxes(maps: Maps, dims: Sequence[Dim], cells: LayoutCells, devices: Ints | 
         dim = dims[axis.source]
         for degree in cells.distinct[axis.source][0]:
             cuts = boundaries(dim.extent, degree, dim.unit)
-            rows, (start, stop) = degrees[:, axis.source] == degree, axis(cuts[:-1], cuts[1:])
+            rows, (start, stop) = numbers[:, axis.source] == degree, axis(cuts[:-1], cuts[1:])
             lo[rows, :, j], hi[rows, :, j] = (ends[index[rows, :, axis.source]] for ends in (start, stop))
     idle = index[..., 0] < 0
     hi[idle] = lo[idle]

@@ -1,4 +1,4 @@
-"""Groups: which devices sum gradients, statistics and parts of a reduction with each other."""
+"""Groups: which devices sum gradients, statistics and partial sums with each other."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Group = tuple[int, ...]
 class Reduction:
     """The reduce-scatter of partial sums over k."""
 
-    cell: Box  # of the output, of which all members have sums
-    owned: tuple[tuple[int, Box], ...]  # (device, the box of it that the device keeps)
+    cell: Box  # box of the output of which all members have partial sums
+    owned: tuple[tuple[int, Box], ...]  # (device, the device's box of it)
 
 
 def sharing(boxes: Each, device: int, over: Sequence[int] = ()) -> Group:
-    """The devices whose boxes differ from this one's along `over` only; () where it has none."""
+    """The devices whose boxes differ from this one's along `over` only; () if it has none."""
     mine = boxes[device]
     if mine is None:
         return ()
@@ -40,9 +40,9 @@ def sharing(boxes: Each, device: int, over: Sequence[int] = ()) -> Group:
 
 
 def replicas(cells: LayoutCells, keys: Sequence[int]) -> Ints:
-    """`sharing` for all configurations and devices at once (tests/partition/test_layout.py holds them equal).
+    """`sharing` for all configurations and devices at once (tests/partition/test_layout.py compares them).
 
-    (C, N): devices that need the same box of what the dimensions `keys` drive have the same number; -1: none.
+    (C, N): devices that need the same box, as driven by the dimensions `keys`, have the same number; -1: none.
     """
     number = np.zeros(cells.index.shape[:2], np.int64)
     for key in keys:
@@ -51,7 +51,7 @@ def replicas(cells: LayoutCells, keys: Sequence[int]) -> Ints:
 
 
 def statistics(layer: Layer, place: Place, device: int, *, local_batch_norm: bool) -> tuple[Group, ...]:
-    """The devices that share a stage's statistics with this one, for each stage; () where it has all it needs."""
+    """For each stage, the devices that share its statistics with this one; () if it needs no others."""
     groups = []
     for stage in layer.stages:
         summed = stage.statistics(local_batch_norm=local_batch_norm)
@@ -61,7 +61,7 @@ def statistics(layer: Layer, place: Place, device: int, *, local_batch_norm: boo
 
 
 def reduction(layer: Layer, place: Place, device: int) -> Reduction | None:
-    """The boxes that a device reduces over k, and its group; None where k is not split."""
+    """A device's reduction over k, and its group; None if k is not split."""
     cell, outputs = place.computed.each[device], len(layer.out.shape)
     assert cell is not None
     ks = range(outputs, len(layer.space.dims))

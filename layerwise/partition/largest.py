@@ -1,4 +1,4 @@
-"""The largest cell of a layer, and how much cells need, under many configurations at once."""
+"""The largest cell of a layer, and the sizes of needed boxes, under many configurations at once."""
 
 from __future__ import annotations
 
@@ -8,39 +8,49 @@ from functools import lru_cache
 
 import numpy as np
 
-from layerwise.geometry import AxisMap, Box, boundaries
+from layerwise.geometry import WEIGHTED, AxisMap, Box, boundaries, degree_of
 from layerwise.geometry.arrays import Floats, Ints
 from layerwise.graph.layer import Layer
 from layerwise.ops.facts import Dim, Maps, Space
 from layerwise.partition.layout import Layout
 
-FEW = 16  # configurations whose degrees are known by themselves: to look for equal ones would take longer
+FEW = 16  # configurations whose degrees are looked up directly: finding equal ones would take longer
 
 
-def largest_extents(dims: Sequence[Dim], degrees: Ints) -> Ints:
+def largest_extents(dims: Sequence[Dim], cuts: Ints) -> Ints:
     """(C, D) extents of the largest cell; a grid is a product, so one cell is the largest in every dimension."""
-    columns = [-(-(dim.extent // dim.unit) // degrees[:, i]) * dim.unit for i, dim in enumerate(dims)]
-    return np.stack(columns, axis=1) if columns else np.zeros((len(degrees), 0), np.int64)
+    columns = [_largest(dim, cuts[:, i]) for i, dim in enumerate(dims)]
+    return np.stack(columns, axis=1) if columns else np.zeros((len(cuts), 0), np.int64)
 
 
-def intervals(axis: AxisMap, dims: Sequence[Dim], degrees: Ints) -> tuple[Ints, Ints]:
+def _largest(dim: Dim, numbers: Ints) -> Ints:
+    if not len(numbers) or numbers.max() < WEIGHTED:
+        return -(-(dim.extent // dim.unit) // numbers) * dim.unit
+    known, which = np.unique(numbers, return_inverse=True)
+    return np.array([np.diff(boundaries(dim.extent, n, dim.unit)).max() for n in known.tolist()], np.int64)[which]
+
+
+def intervals(axis: AxisMap, dims: Sequence[Dim], cuts: Ints) -> tuple[Ints, Ints]:
     """(C,) the longest interval of one dimension that any cell needs, and the sum over the cells along its source."""
     if axis.source is None:
-        lengths, which = _lengths(axis, Dim(None, 1), (1,)), np.zeros(len(degrees), np.int64)
+        lengths, which = _lengths(axis, Dim(None, 1), (1,)), np.zeros(len(cuts), np.int64)
     else:
-        dim, column = dims[axis.source], degrees[:, axis.source]
+        dim, column = dims[axis.source], cuts[:, axis.source]
         if len(column) <= FEW:
             longest, total = _lengths(axis, Dim(None, dim.extent, dim.unit), tuple(column.tolist()))
             return longest, total
-        there = np.bincount(column) > 0
-        lengths = _lengths(axis, Dim(None, dim.extent, dim.unit), tuple(np.flatnonzero(there).tolist()))
-        which = (there.cumsum() - 1)[column]
+        if column.max() >= WEIGHTED:
+            numbers, which = np.unique(column, return_inverse=True)
+        else:
+            there = np.bincount(column) > 0
+            numbers, which = np.flatnonzero(there), (there.cumsum() - 1)[column]
+        lengths = _lengths(axis, Dim(None, dim.extent, dim.unit), tuple(numbers.tolist()))
     return lengths[0][which], lengths[1][which]
 
 
 @lru_cache(maxsize=16384)
 def _lengths(axis: AxisMap, dim: Dim, degrees: tuple[int, ...]) -> Ints:
-    """(2, degrees): the longest interval that a cell needs, of so many along a dimension, and the sum over them all."""
+    """(2, degrees): the longest interval that a cell needs, for each number of cells, and the sum over all cells."""
     found = np.zeros((2, len(degrees)), np.int64)
     for at, degree in enumerate(degrees):
         cuts = boundaries(dim.extent, degree, dim.unit)
@@ -50,35 +60,35 @@ def _lengths(axis: AxisMap, dim: Dim, degrees: tuple[int, ...]) -> Ints:
     return found
 
 
-def largest_box(maps: Maps, dims: Sequence[Dim], degrees: Ints) -> Floats:
+def largest_box(maps: Maps, dims: Sequence[Dim], cuts: Ints) -> Floats:
     """(C,) volume of the largest box that any cell needs."""
-    volume = np.ones(len(degrees))
+    volume = np.ones(len(cuts))
     for axis in maps:
-        volume = volume * intervals(axis, dims, degrees)[0]
+        volume = volume * intervals(axis, dims, cuts)[0]
     return volume
 
 
-def all_boxes(maps: Maps, dims: Sequence[Dim], degrees: Ints) -> Floats:
+def all_boxes(maps: Maps, dims: Sequence[Dim], cuts: Ints) -> Floats:
     """(C,) sum of the volumes of the boxes that all cells need: what all devices together hold."""
     drivers = [axis.source for axis in maps]
-    spare = [i for i in range(degrees.shape[1]) if i not in drivers]  # cells along these need the same box
-    volume: Floats = degrees[:, spare].prod(1).astype(np.float64)
+    spare = [i for i in range(cuts.shape[1]) if i not in drivers]  # cells along these need the same box
+    volume: Floats = degree_of(cuts[:, spare]).prod(1).astype(np.float64)
     for axis in maps:
-        volume = volume * intervals(axis, dims, degrees)[1]
+        volume = volume * intervals(axis, dims, cuts)[1]
     return volume
 
 
 @dataclass(frozen=True, slots=True)
 class LargestCell:
-    """A cell for each of C configurations."""
+    """One cell for each of C configurations."""
 
     lo: Ints  # (C, D), in the iteration space
     hi: Ints
-    own_lo: Ints  # (C, R), of what its device owns of the output
+    own_lo: Ints  # (C, R), in the output that its device owns
     own_hi: Ints
 
     def bounds(self, epilogue: bool) -> tuple[Ints, Ints]:
-        """The bounds that the needs of an input or a parameter follow from; see `Layout.at`."""
+        """The bounds that an input's or a parameter's needs depend on; see `Layout.at`."""
         return (self.own_lo, self.own_hi) if epilogue else (self.lo, self.hi)
 
     def cell(self, row: int) -> Box:
@@ -86,45 +96,45 @@ class LargestCell:
         return _box(self.lo[row], self.hi[row])
 
     def owned(self, row: int, rank: int) -> Box:
-        """The box of the output, of `rank` dimensions, that lies on the cell's device afterwards."""
+        """The box of the output, of `rank` dimensions, that the cell's device owns afterwards."""
         return _box(self.own_lo[row, :rank], self.own_hi[row, :rank])
 
 
 def largest_cell(layer: Layer, layout: Layout) -> LargestCell:
-    """The interval of every dimension that is longest and needs most of what it drives (the middle of a halo)."""
+    """The longest interval in every dimension that also needs most of what it drives (the middle of a halo)."""
     space = layer.space
-    scalar = not space.out.shape  # counted as one dimension by layouts
+    scalar = not space.out.shape  # layouts count it as one dimension
     count, dims = len(layout.computed.degrees), space.dims
     bounds = np.zeros((2, count, len(dims)), np.int64)
     own = np.zeros((2, count, layout.owned.degrees.shape[1]), np.int64)
     if scalar:
         own[1] = 1
-    part = np.zeros(count, np.int64)  # of the reduction: which part of the cell it owns once that is scattered
+    part = np.zeros(count, np.int64)  # in the reduction: the part of the cell that it owns after the scatter
     for i in reversed(range(len(dims))):  # reductions come last, and are needed first
-        column = layout.computed.degrees[:, i + scalar]
-        for degree in np.unique(column).tolist():
-            rows = column == degree
-            index, cuts = _index(space, i, degree)
+        column, owned = layout.computed.cuts[:, i + scalar], layout.owned.cuts
+        for number in np.unique(column).tolist():
+            rows = column == number
+            index, cuts = _index(space, i, number)
             bounds[:, rows, i] = cuts[index : index + 2, None]
             if i in space.reductions:
                 part[rows] = index
             elif not scalar:
-                finer = layout.owned.degrees[:, i] // degree
-                for split, j in {(int(finer[row]), int(part[row])) for row in np.flatnonzero(rows)}:
-                    fine = boundaries(dims[i].extent, degree * split, dims[i].unit)
+                for finer, j in {(int(owned[row, i]), int(part[row])) for row in np.flatnonzero(rows)}:
+                    fine = boundaries(dims[i].extent, finer, dims[i].unit)
+                    split = (len(fine) - 1) // (len(cuts) - 1)
                     first = index * split + (j if split > 1 else 0)
-                    within = rows & (finer == split) & ((part == j) | (split == 1))
+                    within = rows & (owned[:, i] == finer) & ((part == j) | (split == 1))
                     own[:, within, i] = fine[first : first + 2, None]
     return LargestCell(bounds[0], bounds[1], own[0], own[1])
 
 
 @lru_cache(maxsize=65536)
-def _index(space: Space, dim: int, degree: int) -> tuple[int, Ints]:
+def _index(space: Space, dim: int, number: int) -> tuple[int, Ints]:
     """The index of the fullest interval of one dimension, and the cuts of that dimension."""
     d = space.dims[dim]
-    cuts = boundaries(d.extent, degree, d.unit)
+    cuts = boundaries(d.extent, number, d.unit)
     lengths = np.diff(cuts).astype(np.float64)
-    need = np.zeros(degree)
+    need = np.zeros(len(lengths))
     for maps in (*space.needs, *(p.maps for p in space.parameters)):
         for axis in maps:
             if axis.source == dim:
@@ -134,9 +144,9 @@ def _index(space: Space, dim: int, degree: int) -> tuple[int, Ints]:
 
 
 def shared_statistics(layer: Layer, layout: Layout, *, local_batch_norm: bool) -> list[Ints]:
-    """`groups.statistics` for all configurations at once (tests/partition/test_layout.py holds them equal).
+    """`groups.statistics` for all configurations at once (tests/partition/test_layout.py compares them).
 
-    For each stage with statistics (C,): whether a cell shares them with others (else a plain kernel does).
+    For each stage with statistics, (C,): whether a cell shares them with others (otherwise a plain kernel runs).
     """
     shared = []
     for stage in layer.stages:

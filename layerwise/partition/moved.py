@@ -1,4 +1,4 @@
-"""Moved: of every edge the elements that a device needs, has, receives and sends, and what that takes of memory."""
+"""Moved: for each edge, the elements that a device needs, owns, receives and sends, and their memory."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from layerwise.tensor import TensorSpec
 class Moved:
     """Elements of one edge on each of N devices; arrays are (N,)."""
 
-    need: Floats  # of the box that it needs
-    owned: Floats  # of these, what it owns itself
+    need: Floats  # of the needed box
+    owned: Floats  # of these, owned by the device itself
     received: Floats
     sent: Floats
-    local: bool  # nothing travels
-    forth: Floats  # of what it sends forward, what must be made contiguous first
-    back: Floats  # of what it sends back, likewise
+    local: bool  # nothing is sent
+    forth: Floats  # of what it sends forward, the part that must be made contiguous first
+    back: Floats  # the same for what it sends backward
 
 
 def moved(source: Place, maps: Maps, target: Boxes) -> Moved:
-    """The boxes that travel from those who own a tensor to those who need `maps` of it for their box `target`."""
+    """The boxes that move from the owners of a tensor to devices that need `maps` of it for their box `target`."""
     own, need = source.owned, target.needs(maps)
     volume = need.volume
     owned = own.overlap(need)
@@ -55,9 +55,9 @@ def moved(source: Place, maps: Maps, target: Boxes) -> Moved:
 
 
 def _parts(boxes: Boxes, dim: int, lo: Ints, hi: Ints) -> tuple[Floats, Mask]:
-    """Elements that each box has of the parts [lo, hi) of one dimension, and whether all of them are contiguous.
+    """Elements of each box in the parts [lo, hi) of one dimension, and whether all these pieces are contiguous.
 
-    As they are where nothing lies outside that dimension, or they are all of the box.
+    They are if no dimension lies outside that one, or they are the full box.
     """
     lengths = interval_overlap(boxes.lo[:, dim, None], boxes.hi[:, dim, None], lo, hi)
     whole = ((lengths == 0) | (lengths == (boxes.hi - boxes.lo)[:, dim, None])).all(1)
@@ -66,10 +66,11 @@ def _parts(boxes: Boxes, dim: int, lo: Ints, hi: Ints) -> tuple[Floats, Mask]:
 
 
 def outputs(source: Place, spec: TensorSpec, io: str, *, loss: bool = False) -> Moved:
-    """The transfer of outputs where every device feeds the full batch (io free).
+    """The transfer of outputs if every device feeds the full batch (io free).
 
-    All devices get all of each, and go back with their own part of what they computed alike. Where each reads boxes (io
-    boxes) it keeps its own box of an output, and gets all of a loss and of what is of no sample.
+    All devices get the full outputs; backward, each continues with its own part of the gradient, which all have
+    computed alike. If each reads boxes (io boxes), it keeps its own box of an output, and gets the full loss and
+    outputs without samples.
     """
     own, zero = source.owned, np.zeros(len(source.owned.lo))
     if io == "boxes" and not loss and spec.index("n") is not None:
@@ -85,21 +86,21 @@ Pattern = Literal["local", "messages", "gather", "all-to-all"]
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One device's part of moving a tensor from those who own it to those who need it."""
+    """One device's part of moving a tensor from its owners to those who need it."""
 
-    own: Box | None  # of the whole tensor; None: it owns nothing
-    need: Box | None  # of the whole tensor; None: it needs nothing
-    kept: Box | None  # what it needs of its own
+    own: Box | None  # in the full tensor; None: it owns nothing
+    need: Box | None  # in the full tensor; None: it needs nothing
+    kept: Box | None  # the needed part that it owns itself
     sends: Parts
     receives: Parts
     pattern: Pattern
-    group: Group = ()  # that does the transfer as a collective
+    group: Group = ()  # if it runs as a collective
 
 
 def transfer(owned: Each, need: Each, device: int, *, everywhere: bool = False) -> Transfer:
     """A device's part of a transfer between the boxes that the devices own and those that they need.
 
-    `everywhere`: all devices own the whole; each takes its own copy.
+    `everywhere`: all devices own the full tensor, and each uses its own copy.
     """
     mine, wanted = owned[device], need[device]
     kept = _overlap(mine, wanted)
@@ -114,7 +115,7 @@ def transfer(owned: Each, need: Each, device: int, *, everywhere: bool = False) 
 
 
 def groups_of(owned: Each, need: Each) -> set[Group]:
-    """The groups of devices that do a transfer as collectives, where the network prefers these."""
+    """The groups of devices that run a transfer as collectives, on networks that prefer these."""
     groups = {_pattern(owned, need, device)[1] for device in range(len(owned))}
     return groups - {()}
 
@@ -127,7 +128,7 @@ def _overlap(a: Box | None, b: Box | None) -> Box | None:
 
 
 def _pattern(owned: Each, need: Each, device: int) -> tuple[Pattern, Group]:
-    """The regular collective that the part of `device` is, if any, and its group. All of them agree."""
+    """The regular collective that `device` takes part in, if any, and its group. All members agree."""
     peers = [_peers(owned, need, r) for r in range(len(owned))]
     group = tuple(sorted(peers[device] | {device}))
     if any(peers[r] | {r} != set(group) for r in group) or len(group) == 1:

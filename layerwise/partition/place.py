@@ -1,4 +1,4 @@
-"""Place: which boxes of a layer every device computes and owns."""
+"""Place: the boxes of a layer that every device computes and owns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from layerwise.config import Config
+from layerwise.config import Config, fewer
 from layerwise.geometry import Box, boundaries, interval_overlap, needed
 from layerwise.geometry.arrays import Floats, Ints, Mask
 from layerwise.graph.layer import Layer
@@ -18,29 +18,29 @@ from layerwise.ops.base import Role
 from layerwise.ops.facts import Dim, Maps, Parameter, Space
 from layerwise.partition.layout import LayoutCells, layout
 
-Each = tuple[Box | None, ...]  # by device; None: it has none
+Each = tuple[Box | None, ...]  # by device; None: no box
 
 
 @dataclass(frozen=True, eq=False)
 class Boxes:
-    """The box [lo, hi) that each of N devices has of a tensor of D dimensions."""
+    """The box [lo, hi) of each of N devices in a tensor of D dimensions."""
 
     lo: Ints  # (N, D)
     hi: Ints
-    active: Mask  # (N,) which devices have a box
-    cuts: tuple[Ints, ...] = ()  # of each dimension, the boundaries between the cells of a grid
+    active: Mask  # (N,) devices that have a box
+    cuts: tuple[Ints, ...] = ()  # for each dimension, the boundaries between a grid's cells
 
     @staticmethod
     def whole(shape: tuple[int, ...], devices: int) -> Boxes:
-        """All of a tensor, on every device."""
+        """The full tensor, on every device."""
         hi = np.tile(np.array(shape, np.int64), (devices, 1))
         cuts = tuple(np.array([0, extent], np.int64) for extent in shape)
         return Boxes(np.zeros_like(hi), hi, np.ones(devices, np.bool_), cuts)
 
     @staticmethod
-    def grid(dims: Sequence[Dim], degrees: Ints, index: Ints, active: Mask) -> Boxes:
-        """The cells `index`, (N, D), of the grid that `degrees`, (D,), make of `dims`."""
-        cuts = tuple(boundaries(d.extent, int(degree), d.unit) for d, degree in zip(dims, degrees, strict=True))
+    def grid(dims: Sequence[Dim], numbers: Ints, index: Ints, active: Mask) -> Boxes:
+        """The cells `index`, (N, D), of the grid that these cuts, (D,), make of `dims`."""
+        cuts = tuple(boundaries(d.extent, int(number), d.unit) for d, number in zip(dims, numbers, strict=True))
         clipped, none = np.maximum(index, 0), np.zeros((len(active), 0), np.int64)
         lo, hi = (
             np.stack([c[clipped[:, i] + more] for i, c in enumerate(cuts)], axis=1) if cuts else none for more in (0, 1)
@@ -64,17 +64,17 @@ class Boxes:
         return Boxes(self.lo[devices], self.hi[devices], self.active[devices], self.cuts)
 
     def needs(self, maps: Maps) -> Boxes:
-        """The boxes of a tensor that `maps` need for these."""
+        """The boxes of a tensor that `maps` need for these boxes."""
         return Boxes(*needed(maps, self.lo, self.hi), self.active)
 
     def overlap(self, other: Boxes) -> Floats:
-        """(N,) elements of a device's box that are also in its box of the other kind."""
+        """(N,) elements in both of a device's two boxes."""
         lengths = interval_overlap(self.lo, self.hi, other.lo, other.hi)
         overlap: Floats = np.where(self.active & other.active, lengths.astype(np.float64).prod(-1), 0.0)
         return overlap
 
     def hull(self, other: Boxes) -> Boxes:
-        """The smallest boxes that hold those of both; of a device that has only one, that one."""
+        """The smallest boxes that contain both; if a device has only one, that one."""
         lo = np.where(other.active[:, None], other.lo, self.lo)
         hi = np.where(other.active[:, None], other.hi, self.hi)
         both = (self.active & other.active)[:, None]
@@ -82,14 +82,14 @@ class Boxes:
         return Boxes(lo, hi, self.active | other.active)
 
     def filled(self) -> Boxes:
-        """Devices that have none have an empty one."""
+        """The same, with empty boxes for devices that have none."""
         lo, hi = (np.where(self.active[:, None], side, 0) for side in (self.lo, self.hi))
         return Boxes(lo, hi, np.ones_like(self.active))
 
     def shared(self) -> Mask:
         """(N,) whether another device has the same box."""
         rows = np.concatenate([self.lo, self.hi, self.active[:, None]], axis=1)
-        # As bytes, which are counted: np.unique would sort them, which takes ten times as long.
+        # Counted as bytes: np.unique would sort them, which takes ten times as long.
         each = np.ascontiguousarray(rows).view(np.dtype((np.void, rows.strides[0]))).ravel().tolist()
         counts = Counter(each)
         alike: Mask = self.active & np.array([counts[row] > 1 for row in each])
@@ -98,32 +98,32 @@ class Boxes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Place:
-    """The boxes of every device, of one layer. Computed and owned boxes differ where k is split."""
+    """The boxes of every device in one layer. Computed and owned boxes differ if k is split."""
 
-    computed: Boxes  # of the iteration space, which a device computes
-    owned: Boxes  # of the output, which it holds afterwards
-    # Every device holds the whole (what is unfed and not cut, a constant, what is fed with io "free"): nothing of it
-    # travels forward.
+    computed: Boxes  # of the iteration space, computed by the device
+    owned: Boxes  # of the output, held afterwards
+    # Every device holds the full tensor (unfed and not split, a constant, or an input with io "free"), so nothing is
+    # sent forward.
     everywhere: bool = False
 
     def at(self, epilogue: bool) -> Boxes:
-        """The boxes that the needs of an input or a parameter follow from: the epilogue follows the reduction."""
+        """The boxes that an input's or a parameter's needs depend on: the epilogue follows the reduction."""
         return self.owned if epilogue else self.computed
 
     def holds(self, p: Parameter) -> Boxes:
-        """The box of a parameter that every device holds; none where it computes nothing of the layer."""
+        """The box of a parameter that every device holds; none if it computes nothing of the layer."""
         return self.at(p.epilogue).needs(p.maps)
 
     def on(self, devices: Ints) -> Place:
-        """On these devices, in this order."""
+        """The place on these devices, in this order."""
         return Place(self.computed.on(devices), self.owned.on(devices), self.everywhere)
 
 
 def place(layer: Layer, config: Config, devices: int, io: str, *, unfed: bool = False) -> Place:
-    """The boxes that `devices` devices have of a layer under a configuration; io: as a plan has it (see `read`, too).
+    """The boxes of a layer on `devices` devices under a configuration; io: as in a plan (see `read`, too).
 
-    unfed: whether no input of the network leads to it (`LayerGraph.unfed`). Where it is not cut either, every device
-    computes it, as it does with DistributedDataParallel.
+    unfed: whether no input of the network leads to it (`LayerGraph.unfed`). If it is not split either, every device
+    computes it, as with DistributedDataParallel.
     """
     if layer.role is Role.CONSTANT or (layer.end and io != "sample"):
         whole = Boxes.whole(layer.out.shape, devices)
@@ -132,7 +132,7 @@ def place(layer: Layer, config: Config, devices: int, io: str, *, unfed: bool = 
 
 
 def read(graph: LayerGraph, places: Mapping[str, Place]) -> dict[str, Place]:
-    """The box of each input that every device reads under io boxes: the hull of what its layers need of it.
+    """The box of each input that every device reads with io boxes: the hull of what its layers need of it.
 
     places: of all layers. A device that needs nothing reads an empty box.
     """
@@ -148,7 +148,7 @@ def read(graph: LayerGraph, places: Mapping[str, Place]) -> dict[str, Place]:
 
 
 def place_in(space: Space, config: Config, devices: int, *, everywhere: bool = False) -> Place:
-    """The place of a layer with this iteration space, neither an input nor the sink."""
+    """The place of a layer with this iteration space that is neither an input nor the sink."""
     rank, dims, cells = len(space.out.shape), space.dims, layout((config,), space, devices)
     if everywhere:
         cells = cells.everywhere()
@@ -158,16 +158,18 @@ def place_in(space: Space, config: Config, devices: int, *, everywhere: bool = F
 
 def _boxes(cells: LayoutCells, dims: Sequence[Dim], skip: int) -> Boxes:
     """skip: 1 for a scalar, which layouts count as one dimension."""
-    return Boxes.grid(dims, cells.degrees[0, skip:], cells.index[0, :, skip:], cells.active[0])
+    return Boxes.grid(dims, cells.cuts[0, skip:], cells.index[0, :, skip:], cells.active[0])
 
 
-def data_parallel(layer: Layer, devices: int) -> Config:
+def data_parallel(layer: Layer, devices: int, weights: tuple[int, ...] = ()) -> Config:
     """Samples over all devices that can have one: the only configuration of an input and of the sink."""
-    return Config.of({"n": min(devices, layer.space.max_degree("n"))})
+    having = min(devices, layer.space.max_degree("n"))
+    config = Config.of({"n": having})
+    return config.weighted(fewer(weights, having)) if weights else config
 
 
 def input_maps(layer: Layer, slot: int) -> tuple[Maps, bool]:
-    """The maps to the box of input `slot` that a layer needs, and whether it follows what it owns (epilogue)."""
+    """The maps to the box of input `slot`, and whether it depends on the owned box (epilogue)."""
     space = layer.space
     if slot < len(layer.specs):
         return space.needs[slot], space.epilogue_inputs[slot]

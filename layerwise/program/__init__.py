@@ -1,7 +1,7 @@
-"""The program of a step: what all devices do, in order, as one list of instructions.
+"""The program of a step: what all devices do, as one ordered list of instructions.
 
-`instructions` has what there is, `fold` goes through them by a consumer's table; the list is made of a graph and a
-strategy. It knows `partition`; `cost` folds it, `run` takes the forward pass from it.
+`instructions` defines the kinds, `fold` passes each one to a consumer's table; the list is made from a graph and a
+strategy. It knows `partition`; `cost` folds it, and `run` takes the forward pass from it.
 """
 
 from layerwise.program.instructions import (

@@ -1,6 +1,6 @@
-"""Instructions: the vocabulary of a program. Each names layers and tensors; their sizes and times are the consumers'.
+"""Instructions: the vocabulary of a program. Each names layers and tensors; consumers know their sizes and times.
 
-What autograd saves for the backward pass is no instruction, but a fact of a layer's kernel.
+What autograd saves for the backward pass is not an instruction, but a fact of a layer's kernel.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ Direction = Literal["forward", "recompute", "backward"]  # in which a tensor tra
 
 
 class AllGather(NamedTuple):
-    """Sharded parameters are sent for: those of a layer, by its name, or those of a bucket, by its number."""
+    """Starts gathering sharded parameters: those of a layer, by its name, or those of a bucket, by its number."""
 
     what: str | int
 
 
 class Arrive(NamedTuple):
-    """A layer that is about to compute waits for gathered parameters."""
+    """A layer that is about to compute waits for its gathered parameters."""
 
     layer: str
     what: str | int
 
 
 class Release(NamedTuple):
-    """A layer has computed: the full parameters that were gathered for it alone are freed."""
+    """After a layer has computed, the full parameters that were gathered for it alone are freed."""
 
     layer: str
 
 
 class Begin(NamedTuple):
-    """A transfer of a layer's input, or of its gradient, is issued; others compute meanwhile."""
+    """A transfer of a layer's input, or of its gradient, is issued; other layers compute meanwhile."""
 
     layer: str
     slot: int
@@ -48,7 +48,7 @@ class Begin(NamedTuple):
 
 
 class End(NamedTuple):
-    """A transfer that was issued before is awaited."""
+    """An issued transfer is awaited."""
 
     layer: str
     slot: int
@@ -56,7 +56,7 @@ class End(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A layer receives an input, or returns its gradient, at once. Nothing may have to travel for it."""
+    """A layer receives an input, or returns its gradient, at once. Nothing may need to be sent."""
 
     layer: str
     slot: int
@@ -64,14 +64,14 @@ class Move(NamedTuple):
 
 
 class Keep(NamedTuple):
-    """The inputs from which a recomputed layer's block starts are saved."""
+    """The inputs of a block with recomputed layers are saved."""
 
     layer: str
-    block: str  # the name of its last layer
+    block: str  # the name of the block's last layer
 
 
 class Compute(NamedTuple):
-    """A layer's kernels run. saves: whether they save for the backward pass what it reads."""
+    """A layer's kernels run. saves: whether they save what the backward pass reads."""
 
     layer: str
     part: Direction
@@ -79,13 +79,13 @@ class Compute(NamedTuple):
 
 
 class Output(NamedTuple):
-    """The sink's outputs leave the network; in training the gradients of their losses come back."""
+    """The sink's outputs leave the network; in training the gradients of their losses return."""
 
     layer: str
 
 
 class Fill(NamedTuple):
-    """A layer's gradients are there and these buckets are flushed: their sums are issued."""
+    """A layer's gradients are ready and these buckets are flushed: their sums are issued."""
 
     layer: str
     buckets: tuple[int, ...]
@@ -98,7 +98,7 @@ class Free(NamedTuple):
 
 
 class Forget(NamedTuple):
-    """A block is recomputed: what was saved for it is freed."""
+    """A block is recomputed: the inputs that were saved for it are freed."""
 
     block: str
 
@@ -110,17 +110,17 @@ class Update(NamedTuple):
 Instruction = (
     AllGather | Arrive | Release | Begin | End | Move | Keep | Compute | Output | Fill | Free | Forget | Update
 )
-# What a consumer of a program does with each kind of instruction; None: that means nothing to it.
+# What a consumer does with each kind of instruction; None: nothing.
 Effects = Mapping[type[Instruction], Callable[..., None] | None]
 
 
 class Bucket(NamedTuple):
-    """Gradients that are summed together, and parameters that are gathered together."""
+    """Gradients that are summed together, or parameters that are gathered together."""
 
-    gradients: tuple[int, ...]  # by their numbers in `StrategyFacts.gradients`
+    gradients: tuple[int, ...]  # indices in `StrategyFacts.gradients`
     states: str
     layer: str  # the layer of the first gradient
-    first: str  # the first layer of the forward pass that has parameters in it
+    first: str  # the first layer of the forward pass with parameters in it
 
 
 class Program(NamedTuple):
@@ -130,7 +130,7 @@ class Program(NamedTuple):
     buckets: Sequence[Bucket]
 
     def forward(self) -> list[tuple[str, list[Instruction]]]:
-        """The instructions of the forward pass by the layer that they are for, in order."""
+        """The instructions of the forward pass, grouped by their layer, in order."""
         groups, group = list[tuple[str, list[Instruction]]](), list[Instruction]()
         computed: Compute | Output | None = None
         for one in (*self.instructions, Update()):
@@ -145,7 +145,7 @@ class Program(NamedTuple):
         return groups
 
     def recomputed(self) -> dict[str, list[Instruction]]:
-        """The instructions by which each block is recomputed, by the name of its last layer."""
+        """The instructions that recompute each block, by the name of its last layer."""
         groups, group = dict[str, list[Instruction]](), list[Instruction]()
         for one in self.instructions:
             if group or (isinstance(one, Move) and one.way == "recompute"):
@@ -156,9 +156,9 @@ class Program(NamedTuple):
 
 
 def fold(program: Program, *consumers: Effects) -> None:
-    """Goes through a program: each instruction is handed to what each consumer has for its kind, in their order.
+    """Goes through a program, and passes each instruction to each consumer's function for its kind.
 
-    KeyError where one has nothing for a kind, also one that the program does not have.
+    Raises KeyError if a consumer has no entry for a kind, even one that does not occur in the program.
     """
     does = {
         kind: [act for effects in consumers if (act := effects[kind]) is not None] for kind in get_args(Instruction)
@@ -172,17 +172,17 @@ class Gradient(NamedTuple):
     """Gradients of a layer's parameters that the same groups of devices sum."""
 
     layer: str
-    group: Hashable  # equal where the groups are
-    members: Mask  # (N,) the devices that take part in any of the groups
+    group: Hashable  # equal for equal groups
+    members: Mask  # (N,) the devices in any of the groups
     size_bytes: float
     states: str  # of the parameters: replicated, sharded or gathered
 
 
 @dataclass(frozen=True, slots=True)
 class StrategyFacts:
-    """The facts of a strategy that a program follows from."""
+    """The facts of a strategy that its program depends on."""
 
-    travels: Collection[EdgeEnd]  # the inputs of layers that are not where they are needed
+    travels: Collection[EdgeEnd]  # inputs of layers that are not where they are needed
     recomputed: Collection[str]
     gathered: Sequence[str]  # layers whose parameters are gathered for them alone, in the graph's order
     gradients: Sequence[Gradient]  # in the order of `gradient_order`
@@ -190,9 +190,9 @@ class StrategyFacts:
 
 
 def gradient_order(graph: LayerGraph) -> list[Layer]:
-    """The layers in the order in which their gradients are complete.
+    """The layers in the order in which their gradients become complete.
 
-    That is from the last to the first; parameters that several layers use come last of all.
+    That is from last to first; parameters that several layers use come last of all.
     """
     tied = [layer for layer in reversed(graph.layers) if layer.role is Role.TIED]
     return [*(layer for layer in reversed(graph.layers) if layer.role is not Role.TIED), *tied]

@@ -1,4 +1,4 @@
-"""The program of a graph and a strategy: the order of a step, which autograd has too (tests/program/test_order.py)."""
+"""The program of a graph and a strategy: the order of a step, the same as autograd's (tests/program/test_order.py)."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def program(graph: LayerGraph, io: str, facts: StrategyFacts, kind: StepKind = "
     """The instructions of one step on all devices, in order.
 
     Args:
-        graph: the network; inputs and the sink are layers of it.
-        io: who feeds the batch, as `CostOptions.io` has it: it decides which transfers may be issued early.
-        facts: what follows from the strategy.
-        kind: training has a backward pass and an update; in inference nothing is saved, and layers that no output
+        graph: The network; inputs and the sink are layers of it.
+        io: Who feeds the batch (see `CostOptions.io`), which decides the transfers that may be issued early.
+        facts: The facts of the strategy.
+        kind: Training has a backward pass and an update; in inference nothing is saved, and layers that no output
             depends on are left out.
     """
     return _Builder(graph, io, facts, kind).build()
@@ -60,13 +60,13 @@ class _Builder:
         names = [name for name in facts.gathered if name in self.needed]
         back = [name for name in reversed(names) if graph.has_gradient[name]]
         self.next_forward, self.next_backward = dict(pairwise(names)), dict(pairwise(back))
-        self.issued: set[str] = set()  # layers whose parameters are on their way
+        self.issued: set[str] = set()  # layers whose parameters are being gathered
         self.buckets: list[Bucket] = []
-        self.flushed: dict[str, list[int]] = {}  # by layer, the buckets that leave with its gradients
-        self.arriving: dict[str, list[int]] = {}  # by layer, the buckets whose parameters it is the first to need
+        self.flushed: dict[str, list[int]] = {}  # layer -> the buckets that its gradients complete
+        self.arriving: dict[str, list[int]] = {}  # layer -> the buckets whose parameters it needs first
 
     def build(self) -> Program:
-        """The whole step."""
+        """The full step."""
         self._fill_buckets()
         self._forward()
         if self.kind == "training":
@@ -81,7 +81,7 @@ class _Builder:
 
     def _fill_buckets(self) -> None:
         gradients, back = self.facts.gradients, [layer.name for layer in reversed(self.graph.layers)]
-        number = {name: i for i, name in enumerate(back)}  # in the backward pass
+        number = {name: i for i, name in enumerate(back)}  # index in the backward pass
         alone = [g.layer if g.states == "gathered" else "" for g in gradients]  # each such layer has its own buckets
         sizes = [
             ((g.group, g.states, layer), ALONE if layer else g.size_bytes)
@@ -89,14 +89,14 @@ class _Builder:
         ]
         filled = fill(sizes, self.facts.bucket_bytes)
         first = [gradients[members[0]] for members in filled]
-        # The backward pass comes to a parameter that several layers use in its place, though buckets have it last.
+        # The backward pass reaches a shared parameter in its place, though buckets have it last.
         complete = [[number[gradients[i].layer] for i in members] for members in filled]
         flushed = flushed_after(complete, [g.states == "gathered" for g in first], [g.members for g in first])
         for members, leader, last in zip(filled, first, flushed, strict=True):
             user = max((gradients[i].layer for i in members), key=number.__getitem__)
             self.flushed.setdefault(back[last], []).append(len(self.buckets))
             self.buckets.append(Bucket(tuple(members), leader.states, leader.layer, user))
-        # What stays full for the step is gathered before it, in the reverse of the order of the sums.
+        # What stays full for the step is gathered before it, in the reverse order of the sums.
         for b in reversed([b for leaving in self.flushed.values() for b in leaving]):
             if self.buckets[b].states == "sharded":
                 self.out.append(AllGather(b))
@@ -154,7 +154,7 @@ class _Builder:
     def _slots(self, layer: Layer) -> list[int]:
         """A layer's inputs in the order in which it receives them.
 
-        Those that were issued early come first: so in the backward pass what is needed next goes first.
+        Those that were issued early come first, so in the backward pass the gradient that is needed next goes first.
         """
         return sorted(range(len(layer.inputs)), key=lambda slot: (layer.name, slot) not in self.early)
 
@@ -180,19 +180,19 @@ class _Builder:
             self._return(layer)
 
     def _return(self, layer: Layer) -> None:
-        """Gradients of a layer's inputs go back, in the reverse of the order in which the inputs came."""
+        """Sends the gradients of a layer's inputs back, in the reverse order of the inputs."""
         for slot in reversed(self._slots(layer)):
             end = layer.name, slot
             if self._returns(end):
                 self.out.append((Begin if end in self.early else Move)(*end, "backward"))
 
     def _returns(self, end: EdgeEnd) -> bool:
-        """True if the gradient of an input is wanted."""
+        """True if an input needs a gradient."""
         user = self.graph[end[0]]
         return self.graph.has_gradient[user.inputs[end[1]]] and (user.end or self.graph.has_gradient[user.name])
 
     def _recompute(self, last: str) -> None:
-        """The recomputed layers of a block run once more, before the backward pass of its last layer."""
+        """Runs the recomputed layers of a block again, before the backward pass of its last layer."""
         layers = self.blocks[last]
         inside = {layer.name for layer in layers}
         uses = Counter(source for layer in layers for source in layer.inputs if source in inside)

@@ -1,5 +1,5 @@
-"""Reports: what a command shows, as plain data, and `text`, `as_json` and `html`, which write any of them.
+"""Reports: a command's output as plain data; `text`, `as_json`, `markdown` and `html` write it.
 
-`content` has the parts of a report, `figures` how a figure is written, a file a format writes it. They know
-nothing of what a report is about.
+`content` has the parts of a report, `figures` writes figures, and each format has a file. They do not know what a
+report is about.
 """

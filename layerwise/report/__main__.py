@@ -1,4 +1,4 @@
-"""python -m layerwise.report PLAN: a plan as a page to look at, in seven sections."""
+"""python -m layerwise.report PLAN: shows a plan as a page in seven sections."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ def parser() -> Parser:
     p = Parser(
         prog="layerwise report",
         description="Shows a plan: where its time goes, why each layer is split so, who computes what, the step by "
-        "device, and its memory. The page needs no other file and no network.",
+        "device, and its memory. The page is self-contained.",
     )
     p.add_argument("plan", metavar="PLAN.json", help="written by layerwise search --out")
-    p.add_argument("--measured", metavar="TRACE.json", help="of layerwise run --trace: what was measured, beside it")
     p.add_argument(
-        "--memory-curve", metavar="8GB..80GB", help="search under some limits between these: what memory is worth"
+        "--measured", metavar="TRACE.json", help="a trace of layerwise run --trace, shown beside the predictions"
     )
+    p.add_argument("--memory-curve", metavar="8GB..80GB", help="search under some memory limits between these")
     p.add_argument("--model", metavar="MODEL", help=MODEL_HELP)
-    p.add_argument("--profile", metavar="NAME", help="the plan's profile, where that is a file: a plan has none read")
+    p.add_argument("--profile", metavar="NAME", help="the plan's profile, if it is a file, which a plan may not open")
     output_arguments(p, page="--out")
     return p
 
 
 @command(parser)
 def main(args: argparse.Namespace) -> None:
-    """Writes the report of a plan. LayerwiseError: it cannot be priced anew, or the trace is none."""
+    """Writes the report of a plan. Raises LayerwiseError if it cannot be priced again, or the trace is invalid."""
     check_files({"--out": args.html})
     if args.html is not None:
         check_drawable("--out of a report")

@@ -9,10 +9,10 @@ from layerwise.errors import LayerwiseError
 
 
 def text(values: object) -> str:
-    """JSON has no infinity and no NaN: LayerwiseError where there is one."""
+    """Returns the values as JSON. Raises LayerwiseError for infinity or NaN, which JSON lacks."""
     try:
         return json.dumps(values, indent=1, allow_nan=False, default=asdict)
     except ValueError:
         raise LayerwiseError(
-            "an answer is beyond the range of numbers, so JSON cannot say it: check the profile's rates and latencies"
+            "a result is infinite or not a number, which JSON cannot express: check the profile's rates and latencies"
         ) from None

@@ -9,9 +9,9 @@ from typing import Literal
 
 from layerwise.quantities import duration, units
 
-Mark = Literal["", "best", "bad", "layer"]  # layer: the name of one, which leads to its part of a page
+Mark = Literal["", "best", "bad", "layer"]  # layer: a layer's name, which links to its part of a page
 Unit = Literal["", "s", "B", "time", "×", "%", "#"]
-"""How a column's numbers are written; seconds and bytes with three digits. Without a unit it has text, else numbers."""
+"""How a column's numbers are written; seconds and bytes with three digits. Without a unit: text, or plain numbers."""
 
 WRITTEN: Mapping[Unit, Callable[[float], str]] = {
     "": str,
@@ -26,14 +26,14 @@ WRITTEN: Mapping[Unit, Callable[[float], str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Marked:
-    """A value that stands out: the best of its kind, one that is bad, or the name of a layer."""
+    """A value that stands out: the best of its kind, a bad one, or the name of a layer."""
 
     value: str | float | None
     mark: Mark
 
 
 Value = str | float | None | Marked
-"""A text stands as it is, a number in its column's unit, None is left empty."""
+"""Text is shown unchanged, a number in its column's unit, and None as an empty cell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Column:
     heading: str
     unit: Unit = ""
     cells: Sequence[Value] = ()
-    wraps: bool = False  # where there is too little room; others are never broken
+    wraps: bool = False  # if there is too little room; other columns are never broken
     width: int | None = None  # characters at most
 
     def texts(self) -> list[tuple[str, Mark]]:
@@ -57,41 +57,41 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Columns of equally many cells. Where no column has a heading, the first one has those of the rows."""
+    """Columns with equally many cells. If no column has a heading, the first one has the rows' headings."""
 
     columns: Sequence[Column]
     title: str = ""
-    narrower: Sequence[Sequence[Column]] = ()  # what a terminal shows that has no room for `columns`, widest first
+    narrower: Sequence[Sequence[Column]] = ()  # alternatives for narrow terminals, widest first
     notes: Sequence[str] = ()  # lines below it
 
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """Sentences, each on a line of its own."""
+    """Sentences, each on its own line."""
 
     lines: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """An SVG, made where it is shown. A terminal does not show it; nor do others where what draws is missing."""
+    """An SVG, drawn when it is shown. Terminals do not show it; other formats do not if matplotlib is missing."""
 
     svg: Callable[[], str]
-    label: str  # what it shows, for who does not see it
+    label: str  # alternative text
 
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """Parts that a page shows when their summary is clicked. A terminal shows neither."""
+    """Parts that a page shows when their summary is clicked. Terminals do not show them."""
 
     summary: str
     parts: Sequence[Part]
-    key: str = ""  # by which pictures and names of layers lead here
+    key: str = ""  # target of links from pictures and names of layers
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A heading, and parts below it. searched: the label of a page's field that searches its rows and folds, if any."""
+    """A heading, and parts below it. searched: the label of a field that searches its rows and folds, if any."""
 
     title: str
     parts: Sequence[Part]
@@ -100,7 +100,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """A text as it stands in a file. A terminal does not show it."""
+    """A text shown verbatim. Terminals do not show it."""
 
     text: str
 
@@ -109,23 +109,23 @@ Part = Table | Lines | Picture | Fold | Section | Code
 
 
 def readable(parts: Sequence[Part]) -> list[Table | Lines | Section]:
-    """The parts that a text has: neither what is drawn nor what is folded away, nor sections of nothing else."""
+    """The parts for text output: without pictures, folds, and sections that have nothing else."""
     found = [part for part in parts if isinstance(part, Table | Lines | Section)]
     return [part for part in found if not isinstance(part, Section) or readable(part.parts)]
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The whole answer of a command."""
+    """A command's full output."""
 
     title: str
-    about: str = ""  # goes on where the title ends
+    about: str = ""  # continues the title
     parts: Sequence[Part] = ()
-    values: Callable[[], object] = dict  # for programs, in SI units: what JSON can say, and dataclasses
+    values: Callable[[], object] = dict  # for programs, in SI units: JSON values and dataclasses
 
 
 def filled(columns: Sequence[Column], rows: Iterable[Sequence[Value]]) -> list[Column]:
-    """These columns with the cells of these rows."""
+    """These columns, filled with the cells of these rows."""
     cells = list(zip(*rows, strict=True)) or [()] * len(columns)
     return [replace(column, cells=of_column) for column, of_column in zip(columns, cells, strict=True)]
 
@@ -136,11 +136,11 @@ def stacked(columns: Sequence[Column]) -> list[Column]:
 
 
 def facts(rows: Iterable[tuple[str, str]]) -> Table:
-    """A name and what there is to say of it, a row each."""
+    """A table of names and descriptions, one a row."""
     return Table(filled([Column(""), Column("", wraps=True)], rows))
 
 
 @singledispatch
 def described(value: object) -> Sequence[Part]:
-    """The report that a notebook shows of a value; the module that makes reports of a type registers how."""
+    """The report that a notebook shows for a value; the module that reports a type registers how."""
     raise TypeError(f"nothing describes {type(value).__name__}")

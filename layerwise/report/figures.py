@@ -1,4 +1,4 @@
-"""Figures of matplotlib in files. It is an extra, and imported where a figure is wanted."""
+"""Matplotlib figures in files. Matplotlib is an extra, and imported only when needed."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def check_plot(path: str | os.PathLike[str], flag: str = "--plot") -> None:
-    """LayerwiseError where `save_plot` would fail for want of a known format or of matplotlib."""
+    """Raises LayerwiseError if `save_plot` would fail: unknown format, or no matplotlib."""
     if Path(path).suffix.lower() not in SUFFIXES:
         raise LayerwiseError(f"{flag} {os.fspath(path)!r}: the file's name must end in {', '.join(SUFFIXES)}")
     check_drawable(flag)
 
 
 def check_drawable(what: str) -> None:
-    """LayerwiseError where there is no matplotlib, which this needs."""
+    """Raises LayerwiseError if there is no matplotlib, which this needs."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -33,7 +33,7 @@ def check_drawable(what: str) -> None:
 
 
 def save_plot(figure: Figure, path: str | os.PathLike[str]) -> None:
-    """Writes the figure, whole or not at all."""
+    """Writes the figure, atomically."""
     kind = Path(path).suffix[1:].lower()
     with writing(path) as temporary:
         if kind == "svg":
@@ -43,7 +43,7 @@ def save_plot(figure: Figure, path: str | os.PathLike[str]) -> None:
 
 
 def svg(figure: Figure) -> str:
-    """A figure as an SVG element whose texts are text, and equal for equal figures."""
+    """The figure as an SVG element with its texts as text; equal figures give equal SVGs."""
     import matplotlib
 
     file, nothing = io.StringIO(), dict.fromkeys(("Date", "Creator", "Format", "Type"))
@@ -51,4 +51,4 @@ def svg(figure: Figure) -> str:
         figure.savefig(file, format="svg", metadata=nothing)
     text = file.getvalue()
     text = re.sub(r"\s*\n\s*", " ", text[text.index("<svg") :].rstrip())
-    return text.replace(' target="_blank"', ' tabindex="-1"')  # links: a page's tables are for the keyboard
+    return text.replace(' target="_blank"', ' tabindex="-1"')  # links: tables are for keyboard users

@@ -1,4 +1,4 @@
-"""A report as HTML: a page that needs no other file and no network, and what a notebook shows."""
+"""A report as HTML: a self-contained page, and what a notebook shows."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from urllib.parse import quote
 from layerwise.errors import LayerwiseError, shown
 from layerwise.report.content import Code, Column, Fold, Lines, Mark, Part, Picture, Report, Section, Table
 
-WIDE = 'style="margin: .5rem 0; overflow-x: auto"><div style="min-width: 34rem">'  # a narrow page scrolls, not shrinks
+# a narrow page scrolls instead of shrinking
+WIDE = 'style="margin: .5rem 0; overflow-x: auto"><div style="min-width: 34rem">'
 COLOURS: dict[Mark, str] = {"": "", "layer": "", "best": ";color:#009e73;font-weight:bold", "bad": ";color:#d55e00"}
 
 
 def page(report: Report) -> str:
-    """A full file."""
+    """A complete file."""
     title = _text(report.title)
     style, script = (files(__package__).joinpath(f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
     return (
@@ -27,7 +28,7 @@ def page(report: Report) -> str:
 
 
 def fragment(parts: Sequence[Part]) -> str:
-    """Parts, as they stand in a page or in a notebook's cell."""
+    """Parts as in a page, for a notebook's cell."""
     return "".join(_part(part) for part in parts)
 
 
@@ -82,5 +83,5 @@ def _text(text: str) -> str:
 
 
 def anchor(key: str) -> str:
-    """The place in a page of a layer, by its name, or of another fold."""
+    """The anchor in a page of a layer, by its name, or of another fold."""
     return f"at-{quote(shown(key), safe='')}"

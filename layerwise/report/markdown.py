@@ -1,4 +1,4 @@
-"""A report as Markdown, as issues and pull requests show it."""
+"""A report as Markdown, for issues and pull requests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from layerwise.report.content import Lines, Part, Report, Section, Table, readab
 
 
 def text(report: Report) -> str:
-    """Title and parts; names are never markup."""
+    """Title and parts; names are escaped."""
     return "\n\n".join([f"**{_text(report.title)}**{_text(report.about)}", *_parts(report.parts, 3)])
 
 
@@ -35,5 +35,5 @@ def _table(table: Table) -> str:
 
 
 def _text(words: str) -> str:
-    """A text in which nothing is markup, on one line."""
+    """Text with all markup escaped, on one line."""
     return re.sub(r"([\\`*_{}\[\]|~#])", r"\\\1", escape(shown(words), quote=False).replace("\n", " "))

@@ -1,4 +1,4 @@
-"""A report as text: tables as wide as the terminal has room for."""
+"""A report as text: tables as wide as the terminal allows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STYLES: dict[Mark, str] = {"": "", "layer": "", "best": "bold green", "bad": "re
 
 
 class FittingTable:
-    """The first form of a table that the console is wide enough for, else the last."""
+    """The widest form of a table that fits the console, else the last."""
 
     def __init__(self, table: Table) -> None:
         self.forms = [_drawn(columns) for columns in (table.columns, *table.narrower)]
@@ -36,7 +36,7 @@ def text(report: Report) -> Group:
 
 
 def plain(report: Report, width: int = 80) -> str:
-    """The text without colours, as wide as a page, a mail or an issue has it."""
+    """The text without colours, at the width of a page, a mail or an issue."""
     out = Console(file=io.StringIO(), width=width, markup=False, emoji=False, highlight=False)
     with out.capture() as capture:
         out.print(text(report))
@@ -44,7 +44,7 @@ def plain(report: Report, width: int = 80) -> str:
 
 
 def parts(content: Sequence[Part]) -> Group:
-    """The parts, an empty line between two."""
+    """The parts, with an empty line between them."""
     return Group(*(line for number, part in enumerate(readable(content)) for line in _part(part, first=number == 0)))
 
 

@@ -1,7 +1,8 @@
-"""Execution of a plan on torch.distributed: `load` makes a module of it, `python -m layerwise.run` trains it.
+"""Execution of a plan on torch.distributed: `load` makes the user's model parallel, in place.
 
-`layered` goes through the layers, `data_parallel/` calls the model itself; `schedule/` says what a rank does,
-`execute/` does it, `state/` has its parameters, `guards/` refuse. It knows a plan, and nothing of cost or search.
+`layered` runs the layers one by one, `data_parallel/` calls the model itself; `schedule/` says what a rank does,
+`execute/` does it, `state/` holds its parameters, and `guards/` refuses what would go wrong. The room knows the plan,
+and nothing of cost or search.
 """
 
 from layerwise.run.load import load

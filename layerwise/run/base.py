@@ -1,4 +1,4 @@
-"""Run: the run of a parallel model on this rank: its plan, its state, its passes."""
+"""Run: a parallel model's run on this rank: its plan, its state and its passes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from layerwise.tensorfile import dtype_name
 from layerwise.trace import Spans, Trace
 
 Function = Callable[[nn.Module], object]
-PREDICTED: Mapping[TrafficKind, str] = {  # in a plan
+PREDICTED: Mapping[TrafficKind, str] = {  # the names that a plan has for kinds of traffic
     "transfers": "transfer_bytes",
     "sync": "sync_bytes",
     "gathers": "gather_bytes",
@@ -39,27 +39,29 @@ PREDICTED: Mapping[TrafficKind, str] = {  # in a plan
 
 
 class Run:
-    """A model's run on this rank: its plan, its state, its passes. The model has it, and is referred to weakly."""
+    """A model's run on this rank: its plan, its state and its passes. The model holds it; it refers to the model
+    weakly.
+    """
 
     _state: State | ModelState
-    arguments: Arguments  # how the model is called
+    arguments: Arguments  # the signature by which the model is called
     _reducer: GradientReducer
-    has_cut = False  # whether some rank holds not all of some parameter that is trained
-    own_class: type[nn.Module]  # of the model, before
-    own_forward: Callable[..., Any] | None = None  # of the instance, before
-    plain = False  # whether it does nothing but call the model
-    step_check: StepCheck | None = None  # whether steps take what the plan predicts, while that is looked at
-    unkept: frozenset[str] = frozenset()  # attributes that the model's forward pass sets, and the run does not
+    has_cut = False  # whether some rank holds only a part of a trained parameter
+    own_class: type[nn.Module]  # the model's class before it was made parallel
+    own_forward: Callable[..., Any] | None = None  # the instance's own `forward`, if it had one
+    plain = False  # whether the run only calls the model
+    step_check: StepCheck | None = None  # compares the time of steps with the plan's prediction, while that is on
+    unkept: frozenset[str] = frozenset()  # attributes that the model's forward pass sets but the run does not
 
     def __init__(self, model: nn.Module, graph: LayerGraph, plan: Plan, comm: Comm, options: RuntimeOptions) -> None:
         self._model = weakref.ref(model)
         self.plan, self.comm, self.runtime_options, self.layer_graph = plan, comm, options, graph
         self.device, self.dtype = options.device, options.dtype
         self._spans = Spans()
-        self.steps_done = 0  # training forwards done: the random numbers of each step follow from it
+        self.steps_done = 0  # training forward passes done; each step's random numbers follow from it
         self._synchronise = True
-        self._parameters_on = options.device  # where the loop has brought the parameters
-        self._pass: tuple[int, Gradients] | None = None  # the backward pass that runs, by autograd's number
+        self._parameters_on = options.device  # where the loop has moved the parameters
+        self._pass: tuple[int, Gradients] | None = None  # the backward pass under way, by autograd's number
 
     @property
     def model(self) -> Any:
@@ -70,31 +72,31 @@ class Run:
 
     @property
     def training(self) -> bool:
-        """Returns the model's mode."""
+        """Returns True in training mode."""
         return bool(self.model.training)
 
     def methods(self) -> dict[str, Callable[..., Any]]:
-        """Returns methods that stand in for those of the model's class."""
+        """Returns the methods that replace those of the model's class."""
         return {}
 
     @abstractmethod
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Returns the model's outputs of this rank's samples."""
+        """Returns the model's outputs for this rank's samples."""
 
     @abstractmethod
     def compile(self, **settings: Any) -> None:
-        """Compiles what each rank computes by itself, with torch.compile's arguments. Every rank calls it."""
+        """Compiles what each rank computes by itself; takes torch.compile's arguments. Call it on every rank."""
 
     @abstractmethod
     def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True, assign: bool = False) -> Any:
-        """Loads a full state dict, also one of DTensors or of lazy tensors."""
+        """Loads a full state dict; its values may be DTensors or lazy tensors."""
 
     def apply(self, apply: Callable[[Function], object], fn: Function) -> None:
-        """Calls `fn` on the model's modules, in PyTorch's order, or on those of a part of it, by their own `apply`."""
+        """Calls `fn` on the model's modules, in PyTorch's order, or on those of a submodule, by their own `apply`."""
         apply(fn)
 
     def keep(self) -> None:
-        """Is called when nothing can fail any more: from then on the model is parallel."""
+        """Called once nothing can fail any more: from then on the model is parallel."""
 
     @abstractmethod
     def apply_to_tensors(self, fn: Callable[[Tensor], Tensor]) -> None:
@@ -102,11 +104,11 @@ class Run:
 
     @abstractmethod
     def copied(self, memo: dict[int, Any]) -> nn.Module:
-        """Returns a parallel model of the same values on the same ranks; every rank copies alike."""
+        """Returns a parallel model with the same values on the same ranks; every rank must copy it."""
 
     @abstractmethod
     def restore(self) -> None:
-        """Makes the model as it was, with its full values of now; every rank calls it."""
+        """Undoes parallelization: the model is what it was, with today's full values. Every rank must call it."""
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yields the model's parameters."""
@@ -119,7 +121,7 @@ class Run:
 
     @property
     def trace(self) -> Trace | None:
-        """Returns the trace that collects spans of what this rank does, where one is set."""
+        """Returns the trace that collects spans of this rank's work, or None."""
         return self._spans.trace
 
     @trace.setter
@@ -128,16 +130,16 @@ class Run:
         self._traced()
 
     def _traced(self) -> None:
-        """Is called when another trace was set, or none."""
+        """Called when the trace is set or removed."""
 
     def _prepare(self, kind: TrafficKind, groups: set[Group]) -> None:
         self.comm.prepare(sorted(group for group in groups if len(group) > 1), kind)
 
     def share(self, batch: int | None = None) -> slice:
-        """Returns the samples of a global batch that this rank feeds.
+        """Returns the slice of a global batch that this rank feeds.
 
         Args:
-            batch: Samples of all ranks together. None: the plan's.
+            batch: The number of samples of all ranks together. None: the plan's batch.
 
         Examples:
             >>> import layerwise
@@ -147,7 +149,7 @@ class Run:
         return samples(self.plan, self.plan.batch if batch is None else batch)[self.comm.rank]
 
     def begin_backward(self) -> None:
-        """Begins a backward pass, which `_finish` ends. Called once more within it, nothing happens."""
+        """Begins a backward pass, which `_finish` ends. Further calls within the pass do nothing."""
         number = torch._C._current_graph_task_id()
         if self._pass is None or self._pass[0] != number:
             gradients = Gradients(self._reducer, self.comm, synchronise=self._synchronise, trace=self.trace)
@@ -157,17 +159,17 @@ class Run:
             torch.autograd.Variable._execution_engine.queue_callback(_End(finish, partial(self._failed, gradients)))
 
     def pass_gradients(self) -> Gradients:
-        """Returns those of the backward pass that runs, which begins here unless it has begun."""
+        """Returns the gradients of the backward pass under way; begins that pass if it has not begun."""
         self.begin_backward()
         assert self._pass is not None
         return self._pass[1]
 
     @abstractmethod
     def _begun(self) -> None:
-        """Is called when a backward pass has begun."""
+        """Called when a backward pass has begun."""
 
     def _finish(self, gradients: Gradients, *, differentiable: bool) -> None:
-        """Ends a backward pass. differentiable: it was asked for a graph of the gradients (`create_graph=True`)."""
+        """Ends a backward pass. differentiable: whether `create_graph=True` asked for a graph of the gradients."""
         self._pass = None
         with torch.no_grad():
             gradients.finish()
@@ -178,23 +180,23 @@ class Run:
             self.step_check.end(self, summed=self._synchronise)
 
     def _failed(self, gradients: Gradients) -> None:
-        """Is called when an error has ended a backward pass."""
+        """Called when an error has ended a backward pass."""
         gradients.fail()
         self._pass = None
 
     @property
     def summed(self) -> bool:
-        """True if all gradients that parameters have now are sums over the ranks."""
+        """True if every gradient that a parameter has now is a sum over the ranks."""
         return self._synchronise and not self._reducer.waiting
 
     def predicted_bytes(self, batches: int = 1) -> dict[TrafficKind, float | None]:
-        """Returns the bytes that all ranks together send in a step, as the plan has them.
+        """Returns the bytes that all ranks together send in a step, as the plan predicts.
 
         Args:
-            batches: Of a step; all but the last are within no_sync().
+            batches: Batches in a step; all but the last run within no_sync().
 
         Returns:
-            Bytes by kind of traffic; None where the plan says nothing of it, as of other element types or statistics.
+            Bytes by kind of traffic; None if the plan does not predict that kind (statistics, other element types).
         """
         schedule, options = self.rank_schedule, self.runtime_options
         types = [_types(graph) for graph in (schedule.graph, planned_types(self.plan, self.layer_graph))]
@@ -202,7 +204,7 @@ class Run:
         planned = self.plan.predicted if as_planned and not options.recompute else {}
         unknown = {"statistics"} if options.local_batch_norm != uses_local_batch_norm(self.plan) else set[str]()
         if batches > 1 and any(config.states != "replicated" for config in self.plan.strategy.values()):
-            unknown.add("sync")  # some travel with each batch, and some with the last
+            unknown.add("sync")  # some gradients travel with each batch, others only with the last
         return {
             kind: None if name not in planned or kind in unknown else planned[name] * (1 if kind == "sync" else batches)
             for kind, name in PREDICTED.items()
@@ -210,7 +212,7 @@ class Run:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Returns a context whose backward passes leave gradients unsynchronised; the next one outside sums all."""
+        """Returns a context in which gradients are not synchronised; the next backward pass outside sums them all."""
         before, self._synchronise = self._synchronise, False
         try:
             yield
@@ -218,59 +220,61 @@ class Run:
             self._synchronise = before
 
     def _note_device(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Notes where `to()` and the like bring the parameters."""
+        """Notes the device that `to()` and the like move the parameters to."""
         self._parameters_on = fn(torch.zeros((), device=self._parameters_on)).device
 
     def _check_device(self) -> None:
-        """LayerwiseError where the parameters are not where the run is."""
+        """Raises LayerwiseError if the parameters are not on the run's device."""
         if self._parameters_on != self.device:
             raise LayerwiseError(
-                f"the parameters are on {self._parameters_on}, and the parallel module runs on {self.device}: bring "
-                f"them back with .to({str(self.device)!r}), or give parallelize the model where it is to run"
+                f"the parameters are on {self._parameters_on}, but the parallel model runs on {self.device}: move them "
+                f"back with .to({str(self.device)!r}), or move the model to that device before you parallelize it"
             )
 
     def read_boxes(self) -> dict[str, Box]:
-        """Returns the box of each input that this rank is to be given: with io "boxes" what its layers need."""
+        """Returns the box of each input that this rank must be fed: with io "boxes", what its layers need."""
         return self.rank_schedule.input_boxes()
 
     def output_boxes(self) -> tuple[Box | None, ...]:
-        """Returns the box of each of the global batch's outputs that this rank is returned; of a loss, a scalar's."""
+        """Returns the box of each output of the global batch that this rank returns; of a loss, a scalar's."""
         sink, graph = self.rank_schedule.graph.layers[-1], self.rank_schedule.graph
         pairs = zip(sink.inputs, self.rank_schedule.sinks, strict=True)
         return tuple(Box((), ()) if name in graph.losses else boxes[self.comm.rank] for name, boxes in pairs)
 
     @abstractmethod
     def sized(self, sizes: Sizes, samples: int = 1) -> Sized:
-        """Returns how samples whose inputs have these shapes are computed, in evaluation without gradients.
+        """Returns a runner for samples of these input shapes, in evaluation without gradients.
 
-        It is traced and cut once, and remembered. LayerwiseError where the model takes no such input, or the plan's
-        degrees do not suit it.
+        The model is traced and cut once for each size, then remembered. Raises LayerwiseError if the model takes no
+        such input, or the plan's degrees do not suit it.
         """
 
     def shards(self) -> list[Shard]:
-        """Returns every parameter and buffer that this rank holds; their tensors may be written to."""
+        """Returns every parameter and buffer that this rank holds; you may write to their tensors."""
         return self._state.shards()
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Returns the full model's state dict, on every rank, on the CPU: it loads into the model with strict=True."""
+        """Returns the full model's state dict, on every rank, on the CPU. It loads into the original model with
+        strict=True.
+        """
         return self._state.full_state_dict()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-        """Scales all gradients so that the norm of the full model's is at most `max_norm`; returns what it was.
+        """Clips all gradients so that the norm over the full model is at most `max_norm`; returns the norm before.
 
-        As torch.nn.utils.clip_grad_norm_ on one device; every rank calls it.
+        Same as torch.nn.utils.clip_grad_norm_ on one device. Every rank must call it.
 
         Args:
-            max_norm: The largest norm that is left as it is.
-            norm_type: The p of the p-norm, above 0, also inf.
-            error_if_nonfinite: Whether a norm that is nan or infinite is refused.
+            max_norm: The largest norm that is allowed.
+            norm_type: The p of the p-norm: above 0, may be inf.
+            error_if_nonfinite: Whether to raise if the norm is nan or infinite.
 
         Returns:
-            The norm of all gradients before, a tensor without dimensions.
+            The norm of all gradients before clipping, a scalar tensor.
 
         Raises:
-            LayerwiseError: The norm is refused, or `norm_type` is not above 0.
+            LayerwiseError: The norm is not finite (if asked), or `norm_type` is not above 0.
 
         Examples:
             >>> import layerwise
@@ -281,7 +285,8 @@ class Run:
         """
         if not float(norm_type) > 0:
             raise LayerwiseError(f"norm_type must be above 0, not {norm_type}")
-        norms = torch.zeros(self.comm.size, dtype=torch.float64, device=self.device)  # by rank, of what it is first in
+        # by rank: the norm of the boxes that it holds first
+        norms = torch.zeros(self.comm.size, dtype=torch.float64, device=self.device)
         parameters = self._state.parameters()
         gradients = {name: local_tensor(p.grad) for name, p in parameters.items() if p.grad is not None}
         first_here = [g for name, g in gradients.items() if self._state.sharing(name)[:1] == (self.comm.rank,)]
@@ -292,7 +297,7 @@ class Run:
             self.comm.all_reduce(norms, tuple(range(self.comm.size)), "io", "norm of the gradients").wait()
         norm: Tensor = torch.linalg.vector_norm(norms, norm_type)
         if error_if_nonfinite and not bool(norm.isfinite()):
-            raise LayerwiseError(f"the norm of the gradients is {float(norm)}: they are not clipped")
+            raise LayerwiseError(f"the norm of the gradients is {float(norm)}, so they were not clipped")
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         for gradient in gradients.values():
             gradient *= scale.to(gradient.dtype)
@@ -304,7 +309,7 @@ def _types(graph: LayerGraph) -> list[str]:
 
 
 class _End:
-    """The callback of a backward pass's end: autograd calls it, or lets go of it where an error has ended the pass."""
+    """The callback at the end of a backward pass: autograd calls it, or drops it if an error has ended the pass."""
 
     def __init__(self, finish: Callable[[], None], fail: Callable[[], None]) -> None:
         self._finish, self._fail = finish, fail

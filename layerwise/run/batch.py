@@ -1,4 +1,4 @@
-"""Batch: how many samples all ranks feed in one call of the model, as they tell each other."""
+"""Batch: how many samples all ranks feed in one call of the model; the ranks tell each other."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from layerwise.run.schedule.schedule import samples
 
 
 class Batch:
-    """The samples of one call of the model. All ranks make one, in the same calls.
+    """The samples of one call of the model. Every rank makes one in each call.
 
-    What the ranks have been given travels while they compute; `total` waits for it.
+    The counts travel while the ranks compute; `total` waits for them.
     """
 
     def __init__(
@@ -37,15 +37,17 @@ class Batch:
         gradients: GradientReducer | None = None,
         shared: Sequence[Tensor] = (),
     ) -> None:
-        """fed: this rank's samples. given: `batch=`, or None. sizes: what all ranks must have alike, if anything.
+        """fed: this rank's samples. given: the argument `batch=`, or None. sizes: shapes that must be equal on all
+        ranks, if any.
 
-        as_planned: each must feed its share of the batch, because the plan moves samples between ranks. training: the
-        mode, where all must have one. alike: what else the ranks compare in a training `step` (0: none). gradients: of
-        whose last backward pass the ranks tell each other. shared: inputs that are the same for all samples.
+        as_planned: each rank must feed its share of the batch, because the plan moves samples between ranks. training:
+        the mode, if all ranks must have the same. alike: what else the ranks compare in a training `step` (0: none).
+        gradients: the reducer whose last backward pass the ranks report to each other. shared: inputs that are the same
+        for all samples.
         """
         self._plan, self._comm, self._sizes, self._as_planned = plan, comm, sizes, as_planned
         self._agreement: tuple[int, slice] | None = None
-        digest = 0 if sizes is None else hash(sizes)  # of whole numbers: alike in all processes
+        digest = 0 if sizes is None else hash(sizes)  # a hash of integers is the same in all processes
         report = 0 if gradients is None else gradients.report
         values = sum((i + 1) * digest_of(x) for i, x in enumerate(shared)) if alike and looks(step) else 0
         told = fed, given or 0, digest, int(bool(training)), report, values
@@ -54,16 +56,16 @@ class Batch:
 
     @property
     def total(self) -> int:
-        """Returns the samples of all ranks. LayerwiseError, on each, where one has another number than its share."""
+        """Returns the samples of all ranks. Raises LayerwiseError, on every rank, if one does not feed its share."""
         return self._agreed()[0]
 
     @property
     def share(self) -> slice:
-        """Returns this rank's samples of those of all."""
+        """Returns this rank's samples as a slice of the samples of all ranks."""
         return self._agreed()[1]
 
     def _agreed(self) -> tuple[int, slice]:
-        # No cached_property: until Python 3.12 ranks that are threads share its lock, and this communicates.
+        # No cached_property: until Python 3.12 ranks that are threads would share its lock, and this communicates.
         if self._agreement is None:
             self._agreement = self._checked()
         return self._agreement
@@ -76,7 +78,7 @@ class Batch:
             which = [rank for rank, training in zip(self._comm.members.ranks, modes, strict=True) if training]
             raise LayerwiseError(
                 f"the model is in training mode on ranks {_listed(which)} and in evaluation mode on the others: call "
-                "train() or eval() on all of them"
+                "train() or eval() on all ranks"
             )
         if self._alike is not None:
             self._alike.check([row[6:] for row in rows])
@@ -85,19 +87,20 @@ class Batch:
         if len(set(given)) > 1:
             reported = ", ".join(f"batch={number}" if number else "no batch=" for number in given)
             raise LayerwiseError(
-                f"the ranks called the model with {reported}: give all of them the number of samples that they have "
-                "together, or none"
+                f"the ranks called the model with {reported}: pass batch= on every rank, with the number of samples of "
+                "all ranks together, or on none"
             )
         if len(set(sizes)) > 1:
             shapes = sorted(set(self._comm.all_gather_text(str(self._sizes))))
             raise LayerwiseError(
-                f"the ranks were given samples of unlike shapes, {' and '.join(shapes)}: pad all of a batch alike"
+                f"the ranks fed samples of different shapes, {' and '.join(shapes)}: pad every sample of a batch to "
+                "the same shape"
             )
         if len(set(values)) > 1:
             raise LayerwiseError(
-                "an input that is the same for all samples, such as the texts of classes, has other values on some "
-                "ranks: give all of it to every rank; if it has a row a sample, the model compares samples with each "
-                "other, which a plan does not"
+                "an input that all samples share, such as the texts of classes, has different values on some ranks: "
+                "pass the full input to every rank. If it has a row for each sample, the model compares samples with "
+                "each other, which layerwise does not support"
             )
         free = self._plan.io != "sample"
         fed = counts[0] if free else sum(counts)
@@ -107,19 +110,20 @@ class Batch:
         shares = [share.stop - share.start for share in slices]
         if not free and total < len(counts):
             raise LayerwiseError(
-                f"a batch of {total} samples does not give each of {len(counts)} ranks one: leave it out "
-                "(drop_last=True), or pad it"
+                f"a batch of {total} samples leaves some of {len(counts)} ranks without one: drop it (drop_last=True) "
+                "or pad it"
             )
         if counts != shares or not all(counts):
             each = f"their shares of a batch of {total} are {_listed(shares)}"
             raise LayerwiseError(
-                f"the ranks were given {_listed(counts)} samples, and {'all must feed the same' if free else each}: "
-                "give each rank x[model.share(B)], where B is the number of samples of all ranks (model(..., batch=B))"
+                f"the ranks fed {_listed(counts)} samples, but {'all must feed the same number' if free else each}: "
+                "feed x[model.share(B)] on each rank, where B is the number of samples of all ranks (model(..., "
+                "batch=B))"
             )
         return total, slices[self._comm.rank]
 
     def _one_after_the_other(self, counts: list[int]) -> tuple[slice, ...]:
-        """Returns slices of as many samples as each rank has, in the order of the plan's devices."""
+        """Returns each rank's slice of the batch: as many samples as it feeds, in the order of the plan's devices."""
         order = self._plan.device_order
         ends = dict(zip(order, accumulate(counts[rank] for rank in order), strict=True))
         return tuple(slice(ends[rank] - count, ends[rank]) for rank, count in enumerate(counts))

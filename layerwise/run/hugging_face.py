@@ -1,4 +1,4 @@
-"""What models of Hugging Face have beside layers, on split plans: text, files, and what their configuration says."""
+"""What Hugging Face's models have beside layers, on split plans: generation, files and their configuration."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ OF_CONFIGURATION = ("use_cache", "return_dict", "output_attentions", "output_hid
 
 
 def methods(own: Any) -> dict[str, Callable[..., Any]]:
-    """Returns methods that stand in for those of a model's class. Every rank calls them."""
+    """Returns methods that replace those of a model's class. Every rank must call them."""
 
     def save_pretrained(model: Any, *args: Any, **named: Any) -> Any:
-        """Has rank 0 write the full model."""
+        """Makes rank 0 write the full model."""
         return in_full.write(model._layerwise._state, lambda: own.save_pretrained(model, *args, **named))
 
     def generate(model: Any, *args: Any, **named: Any) -> Any:
-        """Generates text without a cache of keys and values, as the layers were traced, and with all logits."""
+        """Generates text without a key-value cache, as the layers were traced, and with all logits."""
         if model._supports_logits_to_keep():
             named["logits_to_keep"] = 0
         return own.generate(model, *args, **{**named, "use_cache": False})
@@ -30,7 +30,7 @@ def methods(own: Any) -> dict[str, Callable[..., Any]]:
 
 
 def as_configured(model: nn.Module, named: Mapping[str, Any], planned: Collection[str]) -> dict[str, Any]:
-    """Returns the arguments of a call without those that say what its configuration said when it was traced."""
+    """Returns a call's arguments without those that repeat what the configuration said when the model was traced."""
     config = getattr(model, "config", None)
     known = {name: name != "use_cache" and getattr(config, name) for name in OF_CONFIGURATION if hasattr(config, name)}
     return {name: x for name, x in named.items() if name in planned or name not in known or x is not known[name]}

@@ -1,4 +1,4 @@
-"""A split model with full tensors in it: for a function of the user's, for a file, and when it is plain again."""
+"""A split model with full tensors in it: for a user's function, for a file, and for undoing parallelization."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from layerwise.run.state.state import State
 
 
 def fill(state: State, device: torch.device, values: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Puts full tensors into the model, and returns this rank's, which were there, by name. All ranks call it.
+    """Puts full tensors into the model, and returns this rank's previous ones by name. All ranks must call it.
 
-    values: the full tensors, where they are there already.
+    values: the full tensors, if they exist already.
     """
     values, shards = state.full_tensors() if values is None else dict(values), state.tree.tensors()
     for name, shard in shards.items():
@@ -30,16 +30,17 @@ def fill(state: State, device: torch.device, values: Mapping[str, Tensor] | None
 
 
 def apply(state: State, run: Callable[[], object]) -> None:
-    """Calls `run` while the model has full tensors; then every rank has its boxes of rank 0's. All ranks call it.
+    """Calls `run` while the model has full tensors, then gives every rank its boxes of rank 0's. All ranks must call
+    it.
 
-    LayerwiseError where gradients would not be seen, or where `run` replaces a tensor in place of writing into it.
+    Raises LayerwiseError if gradients would not be seen, or if `run` replaces a tensor instead of writing into it.
     """
     tree = state.tree
     with_gradient = next((name for name, p in tree.parameters().items() if p.grad is not None), None)
     if with_gradient is not None:
         raise LayerwiseError(
-            f"apply() gives its function full parameters without gradients, but {with_gradient!r} has one: call "
-            "zero_grad() before"
+            f"apply() passes full parameters without gradients to its function, but {with_gradient!r} has a gradient: "
+            "call zero_grad() first"
         )
     shards = fill(state, state.options.device)
     lent, places = tree.tensors(), Structure(tree.root, buffers=True)
@@ -47,8 +48,8 @@ def apply(state: State, run: Callable[[], object]) -> None:
         run()
         if places.changed():
             raise LayerwiseError(
-                "apply() put another tensor or module in the place of one of the model's: write into it, as nn.init "
-                "does, or change the model before it is made parallel"
+                "apply() replaced a tensor or module of the model: write into it, as nn.init does, or change the model "
+                "before you parallelize it"
             )
         tree.fill(shards)
         values = {name: tensor.detach() for name, tensor in lent.items()}
@@ -65,7 +66,7 @@ def apply(state: State, run: Callable[[], object]) -> None:
 
 
 def write(state: State, save: Callable[[], Any]) -> Any:
-    """Has rank 0 call `save` while the model has full tensors on the CPU. All ranks call it."""
+    """Makes rank 0 call `save` while the model has full tensors on the CPU. All ranks must call it."""
     shards = fill(state, torch.device("cpu"))
     try:
         return agree(state.comm, lambda: (save() if state.comm.rank == 0 else None, None))[0]

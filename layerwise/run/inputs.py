@@ -1,4 +1,4 @@
-"""Inputs: this rank's samples, checked, and the network's constants."""
+"""Inputs: checks this rank's inputs, and supplies the network's constants."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from layerwise.tensorfile import dtype_name
 
 
 class Inputs:
-    """The inputs and constants that the layers of a rank begin with."""
+    """The inputs and constants that a rank's layers begin with."""
 
     def __init__(self, network: Network, plan: Plan, comm: Comm, options: RuntimeOptions) -> None:
         self.plan, self.comm, self.options = plan, comm, options
         graph, uses, self._undifferentiated = network.graph, network.graph.consumers(), network.inputs_without_gradient
         self._layers = [layer for layer in graph.layers if layer.role is Role.INPUT]
         self._types = {layer.name: [getattr(torch, layer.out.dtype)] for layer in self._layers}
-        for layer in self._layers:  # beside the example's
+        for layer in self._layers:  # beside the example's types
             if layer.out.differentiable:
                 beside = (options.element_type(layer.out.dtype, graph), options.autocast)
                 self._types[layer.name] += [dtype for dtype in beside if dtype is not None]
             elif all(
                 use.main.ids and layer.name not in use.inputs[1:] for use in map(graph.__getitem__, uses[layer.name])
             ):
-                self._types[layer.name] += [torch.int64, torch.int32]  # as PyTorch takes ids
+                self._types[layer.name] += [torch.int64, torch.int32]  # PyTorch takes both as ids
         self._constants = {
             layer.name: _constant(network, layer.name).to(options.device, options.element_type(layer.out.dtype, graph))
             for layer in graph.layers
@@ -40,47 +40,51 @@ class Inputs:
         }
 
     def fed_samples(self, inputs: Sequence[Tensor]) -> int:
-        """Returns the number of samples. LayerwiseError for too many inputs, or other things than tensors."""
+        """Returns the number of samples. Raises LayerwiseError for too many inputs, or anything but tensors."""
         if len(inputs) != len(self._layers):
             raise LayerwiseError(
-                f"the model takes {len(self._layers)} inputs ({', '.join(layer.name for layer in self._layers)}), "
-                f"not {len(inputs)}"
+                f"the model takes {len(self._layers)} inputs ({', '.join(layer.name for layer in self._layers)}), but "
+                f"was called with {len(inputs)}"
             )
         for layer, x in zip(self._layers, inputs, strict=True):
             if not isinstance(x, Tensor):
-                raise LayerwiseError(f"input {layer.name!r} is of type {type(x).__name__}: give a tensor")
+                raise LayerwiseError(f"input {layer.name!r} is of type {type(x).__name__}: pass a tensor")
         if self.plan.io == "boxes":
             return self.plan.batch
         pairs = zip(self._layers, inputs, strict=True)
         return next((x.shape[0] for layer, x in pairs if layer.out.index("n") == 0), self.plan.batch)
 
     def shared(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Returns those that are the same for all samples, and so on all ranks; with boxes each has a part of them."""
+        """Returns the inputs that all samples, and so all ranks, share; with io "boxes" each rank has only a part of
+        them.
+        """
         pairs = zip(self._layers, inputs, strict=True)
         return [x for layer, x in pairs if layer.out.index("n") is None] if self.plan.io != "boxes" else []
 
     def differentiated(self, inputs: Sequence[Tensor], scales: Sequence[float]) -> frozenset[str]:
-        """Returns the inputs of which gradients are wanted. scales: of the outputs' gradients.
+        """Returns the inputs that need gradients. scales: the factors of the outputs' gradients.
 
-        LayerwiseError where they would not be those of this rank's own loss.
+        Raises LayerwiseError if they would not be those of this rank's own loss.
         """
         if not torch.is_grad_enabled():
             return frozenset()
         names = frozenset(layer.name for layer, x in zip(self._layers, inputs, strict=True) if x.requires_grad)
         if names and self.comm.size > 1 and (self.plan.io != "sample" or any(scale != 1 for scale in scales)):
             raise LayerwiseError(
-                f"input {min(names)!r} requires a gradient, which is made only where all ranks feed equally many "
-                "samples and the loss is a mean: give it detached, or such a batch"
+                f"input {min(names)!r} requires a gradient, which layerwise computes only if all ranks feed the same "
+                "number of samples and the loss is a mean: detach the input, or feed such a batch"
             )
         if names and self._undifferentiated is not None:
             raise LayerwiseError(
-                f"input {min(names)!r} requires a gradient, which the layers do not make as the model does: give it "
-                f"detached, or make the model parallel with example_inputs that require one ({self._undifferentiated})"
+                f"input {min(names)!r} requires a gradient, which the layers compute differently from the model: "
+                f"detach it, or parallelize with example_inputs that require a gradient ({self._undifferentiated})"
             )
         return names
 
     def fed(self, schedule: Schedule, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Returns each layer's box, constants too, on the device. LayerwiseError for a wrong shape or element type."""
+        """Returns each layer's box on the device, constants included. Raises LayerwiseError for a
+        wrong shape or type.
+        """
         fed = {
             layer.name: self._checked(schedule, layer.name, x) for layer, x in zip(self._layers, inputs, strict=True)
         }
@@ -94,13 +98,13 @@ class Inputs:
         own = schedule.places[name].owned.each[self.comm.rank]
         wanted = spec.shape if own is None else own.shape
         if self.plan.io == "boxes" and own is not None and tuple(x.shape) == spec.shape:
-            x = x[own.slices()]  # of the full batch, which stays where it is
+            x = x[own.slices()]  # of the full batch, which is not copied
         if tuple(x.shape) != wanted:
             raise LayerwiseError(f"input {name!r} must have shape {wanted} on this rank, not {tuple(x.shape)}")
         if x.dtype not in self._types[name]:
             raise LayerwiseError(
                 f"input {name!r} is {dtype_name(x.dtype)}, but the model was made parallel for "
-                f"{dtype_name(self._types[name][0])}: give x.to({self._types[name][0]})"
+                f"{dtype_name(self._types[name][0])}: pass x.to({self._types[name][0]})"
             )
         return x.to(self.options.device, schedule.options.element_type(spec.dtype, schedule.graph))
 
@@ -108,12 +112,12 @@ class Inputs:
 def _constant(network: Network, name: str) -> Tensor:
     value = network.constant(name)
     if value is None or (isinstance(value, Tensor) and value.is_meta):
-        raise LayerwiseError(f"constant {name!r} has no value (the model is on the meta device): build it for real")
+        raise LayerwiseError(f"constant {name!r} has no value, as the model is on the meta device: build it elsewhere")
     return value.detach().clone() if isinstance(value, Tensor) else torch.tensor(value)
 
 
 def _repeated(name: str, value: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Returns a constant with a row a sample at another batch. LayerwiseError where its rows differ."""
+    """Returns a constant with a row a sample, for another batch size. Raises LayerwiseError if its rows differ."""
     if value.dim() != len(shape) or not bool((value == value[:1]).all()):
-        raise LayerwiseError(f"constant {name!r} of shape {tuple(value.shape)} does not follow the batch to {shape}")
+        raise LayerwiseError(f"constant {name!r} of shape {tuple(value.shape)} cannot grow to {shape}: its rows differ")
     return value[:1].expand(shape)

@@ -1,4 +1,4 @@
-"""LayeredRun: a plan that is run layer by layer."""
+"""LayeredRun: runs a plan layer by layer."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ from layerwise.run.state.tree import Slots, allow_calls, reads, refuse_calls, sk
 
 
 class LayeredRun(Run):
-    """One rank's part of a planned network, of which it goes through all layers.
+    """One rank's part of a planned network, run layer by layer.
 
-    The model's own layers have this rank's tensors, and compute nothing: what is asked of them is refused.
+    The model's own layers hold this rank's tensors but compute nothing; calls to them are refused.
 
-    With io "free" (a batch smaller than the number of ranks) each rank gives the global batch and gets the full
-    outputs, and all must compute the same loss of them; a model that returns its loss gathers no others. With io
-    "boxes" a rank gives and gets its boxes, and the full loss.
+    With io "free" (a batch smaller than the number of ranks) each rank passes the global batch and gets the full
+    outputs, and all ranks must compute the same loss from them; a model that returns its loss gathers no other outputs.
+    With io "boxes" a rank passes and gets its boxes, and the full loss.
 
-    Parameters are DTensors under the model's names where the plan splits some. Ranks that are no processes (of tests)
-    have their boxes as tensors, for element-wise use only.
+    Parameters are DTensors under the model's names if the plan splits some. Ranks that are not processes (in tests)
+    have their boxes as plain tensors, for element-wise use only.
     """
 
     _state: State
-    _network: Network  # without the memory of its parameters
+    _network: Network  # without its parameters' memory
     comparison: ModelComparison | None = None
     calls: Calls | None = None  # in evaluation, where the model is called in several ways
 
@@ -69,8 +69,9 @@ class LayeredRun(Run):
         boxes = parameter_boxes(self.layer_graph, places(self.layer_graph, plan))
         shared_out = shardings(self.layer_graph, plan)
         owned = boxes | {name: one.boxes.each for name, (one, _) in shared_out.items()}
-        self._network = without_memory(network)  # for other sizes, copies, and other element types
-        self._state = State(network, owned, plan.device_order, comm, options, model)  # the model has them from here on
+        self._network = without_memory(network)  # for other sizes, copies and element types
+        # from here on the model holds the tensors
+        self._state = State(network, owned, plan.device_order, comm, options, model)
         self._applying = False  # whether a function sees full parameters now
         self._shapes = Shapes(self._network, plan, comm, options)
         self.arguments = self._shapes.arguments
@@ -78,9 +79,9 @@ class LayeredRun(Run):
         self._frozen = [(name, p) for name, p in every.items() if not p.requires_grad]
         self._places = Structure(model, buffers=True)
         self._folded = self._state.values(network.graph.folded)
-        self.has_cut = comm.size > 1 and self._state.cut()  # some rank holds not all of some parameter that is trained
+        self.has_cut = comm.size > 1 and self._state.cut()  # whether some rank lacks a part of a trained parameter
         first = self.rank_schedule
-        # With io sample a rank's loss is the mean over its own samples: the mean over the ranks is the global one.
+        # With io sample, a rank's loss is the mean over its own samples, and the mean over the ranks is the global one.
         self._mean_over = comm.size if self.plan.io == "sample" else 1
         scale = 1 / self._mean_over
         self._working = WorkingParameters(self._state, first, boxes, shared_out, scale, self.pass_gradients)
@@ -117,9 +118,9 @@ class LayeredRun(Run):
         return hugging_face.methods(self.own_class)
 
     def apply(self, apply: Callable[[Function], object], fn: Function) -> None:
-        """Calls `fn` with full parameters, in which initial values at random are one device's: those of rank 0 count.
+        """Calls `fn` with full parameters. Random initial values are those of one device: rank 0's count.
 
-        It takes the memory of the full model for the moment. LayerwiseError where parameters have gradients, or `fn`
+        It needs the memory of the full model meanwhile. Raises LayerwiseError if parameters have gradients, or `fn`
         replaces some.
         """
         if self._applying or self.comm.size == 1:
@@ -132,17 +133,17 @@ class LayeredRun(Run):
             self._applying = False
 
     def _executor(self, batch: int, shaped: Shaped, differentiated: frozenset[str] = frozenset()) -> Executor:
-        """Returns the executor of so many samples of all ranks. differentiated: inputs whose gradient is wanted."""
+        """Returns the executor for a global batch of this size. differentiated: inputs that need gradients."""
         options = self.runtime_options.here()
         few = not torch.is_grad_enabled() and batch < max(config["n"] for config in shaped.plan.strategy.values())
-        key = batch, id(shaped), differentiated, options.autocast, few  # the module keeps every `shaped`
+        key = batch, id(shaped), differentiated, options.autocast, few  # the module keeps every `shaped` alive
         if key not in self._executors:
             fitted, plan = self._shapes.fitted(batch, shaped, few=few)
             graph = replace(fitted, differentiated=differentiated)
             schedule = Schedule(graph, plan, self.comm, options)
             self._prepare("statistics", schedule.statistics)
             self._prepare("transfers", schedule.groups)
-            with torch.inference_mode(False):  # constants may be used in training
+            with torch.inference_mode(False):  # constants may be used in training later
                 constants = shaped.constants(schedule)
             self._executors[key] = Executor(schedule, constants)
         return self._executors[key]
@@ -173,9 +174,11 @@ class LayeredRun(Run):
         return schedule, lambda boxes: self._run(executor, inputs.fed(schedule, boxes), (), scales)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Returns outputs of this rank's samples (io sample), or see the class. `batch`: those of all, to be checked.
+        """Returns outputs of this rank's samples (io sample; else see the class). batch: all ranks' samples, to be
+        checked.
 
-        They are returned as the model does: one, a tuple, a dict, a dataclass; those of a file: one, or a tuple.
+        Outputs have the model's own structure: a tensor, a tuple, a dict or a dataclass; those of a file: a tensor or a
+        tuple.
         """
         check_call()
         check_around(self.parameters())
@@ -200,11 +203,12 @@ class LayeredRun(Run):
         executor = self._executor(total, shaped, differentiated)
         fed = shaped.inputs.fed(executor.schedule, inputs)
         outputs = self._run(executor, fed, sorted(differentiated), scales)
-        local = share.stop - share.start if self.plan.io == "sample" else None  # else a rank has its boxes of an output
+        # otherwise a rank gets its boxes of an output
+        local = share.stop - share.start if self.plan.io == "sample" else None
         return returned(executor.schedule, outputs, shaped.structure, local)
 
     def _compare(self, comparison: ModelComparison, call: Call) -> None:
-        """LayerwiseError, on every rank, where the model as it is written computes something else on one of them."""
+        """Raises LayerwiseError, on every rank, if the model as written computes something else on one of them."""
         slots, shards, values = Slots(self.model), self._state.tree.tensors(), self._state.full_tensors()
 
         def full() -> dict[str, Callable[[], Any]]:
@@ -233,7 +237,7 @@ class LayeredRun(Run):
     def _run(
         self, executor: Executor, fed: dict[str, Tensor], differentiated: Sequence[str], scales: Sequence[float]
     ) -> Any:
-        """Returns the outputs of this rank's boxes of the inputs. scales: of the outputs' gradients."""
+        """Returns the outputs from this rank's boxes of the inputs. scales: the factors of the outputs' gradients."""
         seed = combine(self.runtime_options.seed, self.steps_done)
         if self.training:
             self.steps_done += 1
@@ -242,7 +246,7 @@ class LayeredRun(Run):
         parameters, gathers = self._working.begin(executor.constants)
         token, options = self._begins(first), executor.schedule.options
         run = Pass(parameters, self.training, seed, self.steps_done, token, self.comm, options, self._spans, gathers)
-        if differentiated:  # whoever asks for an input's gradient goes through all that communicates
+        if differentiated:  # an input's gradient depends on everything that communicates
             run.token, *tensors = ordered(run.token, *(fed[name] for name in differentiated))
             fed |= dict(zip(differentiated, tensors, strict=True))
         versions_then = versions(self._reducer.parameters) if self.comm.size > 1 and first.requires_grad else {}
@@ -252,10 +256,10 @@ class LayeredRun(Run):
             parameters.finish()
             return ends(run.token, outputs, scales, self.dtype, at_backward)
         finally:
-            run.token = first  # functions of the graph remember the pass, so it must not hold the graph
+            run.token = first  # functions in the graph refer to the pass, so it must not hold the graph
 
     def _begins(self, token: Tensor) -> Tensor:
-        """Returns the token, which a backward pass that asks for parameters' gradients comes to."""
+        """Returns the token, which every backward pass for parameters' gradients reaches."""
         if not (self._outside and token.requires_grad):
             return token
         named = [(name, p) for name, p in self._reducer.parameters.items() if p.requires_grad]
@@ -267,7 +271,7 @@ class LayeredRun(Run):
         return begins(token, [p for _, p in named], see)
 
     def _check_parameters(self) -> None:
-        """LayerwiseError where the loop has changed parameters in a way that would not be followed."""
+        """Raises LayerwiseError if the loop has changed parameters in a way that the run cannot follow."""
         check_places(self._places)
         check_folded(self._folded)
         check_reached(self._reached)
@@ -277,7 +281,9 @@ class LayeredRun(Run):
     def _backward_begins(
         self, graph: LayerGraph, versions_then: Mapping[str, Version], has_gradient: Sequence[bool]
     ) -> None:
-        """Begins a backward pass at the outputs of a call. versions_then: versions of its parameters."""
+        """Begins a backward pass at the outputs of a call. versions_then: its parameters' versions
+        in the forward pass.
+        """
         check_unwritten(self._reducer.parameters, versions_then)
         self.begin_backward()
         self._working.unused.reach(graph, has_gradient)
@@ -301,16 +307,16 @@ class LayeredRun(Run):
             self._retype(dtype)
 
     def _retype(self, dtype: torch.dtype) -> None:
-        """Gives the parameters another element type. LayerwiseError where the model has several."""
+        """Converts the parameters to another element type. Raises LayerwiseError if the model has several."""
         check_types(self.layer_graph, dtype)
         self.dtype, self.runtime_options = dtype, replace(self.runtime_options, dtype=dtype)
         self._state.options = self.runtime_options
         self._shapes = Shapes(self._network, self.plan, self.comm, self.runtime_options)
         self._executors.clear()
-        self.comparison = None  # the layers are of the type of before
+        self.comparison = None  # the imported layers have the old type
 
     def compile(self, **settings: Any) -> None:
-        """Compiles what each rank computes by itself, with torch.compile's arguments. Every rank calls it."""
+        """Compiles what each rank computes by itself; takes torch.compile's arguments. Call it on every rank."""
         self.runtime_options = replace(self.runtime_options, compile=settings)
         for executor in self._executors.values():
             executor.compile(settings)
@@ -325,7 +331,7 @@ class LayeredRun(Run):
 
     def copied(self, memo: dict[int, Any]) -> nn.Module:
         model = self.model
-        self._unchanged.check(training=self.training)  # the copy is as the model was traced
+        self._unchanged.check(training=self.training)  # the copy must be as the model was traced
         check_folded(self._folded)
         self._leave()
         try:
@@ -333,7 +339,7 @@ class LayeredRun(Run):
         finally:
             self._enter()
         if copied is None:
-            raise LayerwiseError("the model cannot be copied: copy it before it is made parallel")
+            raise LayerwiseError("the model cannot be copied: copy it before you parallelize it")
         memo[id(model)] = copied
         run = LayeredRun(copied, self._network, self.plan, self.comm, self.runtime_options)
         run.keep()

@@ -1,4 +1,4 @@
-"""load: a plan and a model become a ParallelModule on this rank."""
+"""load: makes a model parallel on this rank, by a plan."""
 
 from __future__ import annotations
 
@@ -50,35 +50,35 @@ def load(
     compare_ranks: bool = True,
     example_inputs: tuple[Any, ...] | Mapping[str, Any] | None = None,
 ) -> ParallelModule:
-    """Returns this rank's part of a planned network; all ranks call it alike.
+    """Returns this rank's part of a planned network. All ranks must call it with the same arguments.
 
         module = layerwise.run.load.load("plan.json", model, example_inputs=(x,))
 
     Args:
-        plan: A plan, or its file.
-        model: What the plan is for, also by name as on the command line. A module that is on the meta device, or a
-            built-in network, is given PyTorch's default initial values, drawn by position from `seed`: no rank makes
-            more than it owns. Where the ranks have built modules of different values, rank 0's win. None: what the plan
-            names, unless that is `package.module:callable`, which a file may not name by itself.
-        comm: How ranks talk; one of a single rank runs any plan on one device. None: torch.distributed's group, if
-            there is one, else a single rank.
-        device: Where this rank computes. None: the communicator's, or the CPU.
-        dtype: Of parameters and, without autocast, of activations.
-        weights: A state dict, possibly lazy, instead of the model's values.
-        seed: Of initial values that are drawn, and of dropout.
-        local_batch_norm: Statistics are of each rank's own samples. None: what the plan was searched with.
-        autocast: A type such as torch.bfloat16, for mixed precision.
-        checkpoint_activations: All layers that hold less so are recomputed in the backward pass, beside the plan's.
-        compile: What a rank computes by itself goes through torch.compile; a dict has its arguments.
-        compare_ranks: Ranks that have the same parameters compare a sample of them now and then.
-        example_inputs: What a module is called with, (samples, ...) each, in order or by name; it is traced with them.
+        plan: A plan, or the path of its file.
+        model: The model that the plan is for, or its name as on the command line. A module on the meta device, or a
+            built-in network, gets PyTorch's default initial values, drawn by position from `seed`: each rank creates
+            only what it owns. If the ranks' modules have different values, rank 0's win. None: the model that the plan
+            names, unless that is `package.module:callable`, which you must name yourself.
+        comm: The ranks' communicator; one of a single rank runs any plan on one device. None: torch.distributed's
+            default group if there is one, else a single rank.
+        device: The device of this rank. None: the communicator's, or the CPU.
+        dtype: Element type of parameters and, without autocast, of activations.
+        weights: A state dict, possibly lazy, to use instead of the model's values.
+        seed: Seed of random initial values and of dropout.
+        local_batch_norm: Whether batch norm uses each rank's own samples. None: as the plan was searched.
+        autocast: The type for mixed precision, such as torch.bfloat16.
+        checkpoint_activations: Whether to recompute, beside the plan's, all layers that save memory by it.
+        compile: Whether to use torch.compile on what a rank computes; a dict: its arguments.
+        compare_ranks: Whether ranks with the same parameters compare a sample of them now and then.
+        example_inputs: Inputs to trace a module with, (samples, ...) each, in order or by name.
 
     Returns:
-        The parallel module, with its parameters on `device`.
+        The parallel model, with its parameters on `device`.
 
     Raises:
-        LayerwiseError: The plan is of another network or number of ranks, or an argument will not do.
-        CommError: The ranks were given different plans or arguments, or have built different models.
+        LayerwiseError: The plan is for another network or number of ranks, or an argument is invalid.
+        CommError: The ranks have different plans, arguments or models.
 
     Examples:
         >>> import layerwise
@@ -103,7 +103,7 @@ def load(
     comm = comm if comm is not None else _default_comm(options.device)
     if isinstance(model, nn.Module):
         if example_inputs is None:
-            raise LayerwiseError("give example_inputs=(tensor, ...) with a module, to trace it")
+            raise LayerwiseError("a module needs example inputs to be traced: pass example_inputs=(tensor, ...)")
         check_plain(model)
         positional, named = call_of(model, example_inputs)
         with without_hooks(model):
@@ -128,7 +128,7 @@ def build_module(
     *,
     weights: Mapping[str, Tensor] | None = None,
 ) -> ParallelModule:
-    """Returns what `load` does, of a network that has been imported."""
+    """Returns `load`'s result for a network that has been imported."""
     arguments = f"{options.dtype}, seed {options.seed}" + ", checkpoint_activations" * options.recompute
     arguments += ", compare_ranks=False" * (not options.compare_ranks) + ", compare_model" * options.compare_model
     comm.handshake({"plan": plan_digest(plan), "torch": torch.__version__, "arguments of load": arguments})
@@ -141,7 +141,8 @@ def build_module(
     check_types(replace(options, autocast=None).typed(graph), options.dtype)
     if plan.io == "sample" and plan.batch < plan.gpus:
         raise LayerwiseError(
-            f"{plan.batch} samples do not give each of {plan.gpus} ranks one: search with --io free, or a larger batch"
+            f"a batch of {plan.batch} samples is too small to give each of {plan.gpus} ranks one: search with --io "
+            "free, or with a larger batch"
         )
     to_replace = replacements(network, graph, plan, comm.size, options)
     layers = to_replace is None
@@ -175,7 +176,7 @@ def build_module(
 
 
 def _place_of(network: Network, *, layers: bool) -> nn.Module:
-    """Returns the module that is to be made parallel: the network's own, a copy of it, or names, of a file."""
+    """Returns the module to make parallel: the network's own, a copy, or, for a file, a module of names only."""
     if network.module is None:
         return Names()
     if network.itself:
@@ -183,7 +184,7 @@ def _place_of(network: Network, *, layers: bool) -> nn.Module:
     copied = skeleton(network.module) if layers else copy.deepcopy(network.module)
     if copied is None:
         raise LayerwiseError(
-            "the model cannot be copied: give it as it is to be trained, and it is made parallel itself"
+            "the model cannot be copied: pass the model that you will train, which is then changed in place"
         )
     return copied
 
@@ -195,8 +196,9 @@ def serial(plan: Plan) -> Plan:
         gpus=1,
         gpus_per_node=1,
         device_order=(0,),
+        shares=(),
         strategy={
-            name: replace(config, degrees=(), placement="contiguous", states="replicated")
+            name: replace(config, degrees=(), placement="contiguous", states="replicated", weights=())
             for name, config in plan.strategy.items()
         },
     )

@@ -1,4 +1,4 @@
-"""Outputs of a plan as a training loop gets them: as the model returns them."""
+"""A plan's outputs in the structure that the model returns."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from layerwise.run.schedule.schedule import Schedule
 def returned(
     schedule: Schedule, outputs: Sequence[Tensor], structure: OutputStructure | None, samples: int | None
 ) -> Any:
-    """Returns this rank's outputs as the model does; of a loss in the model, its reduction over this rank's samples.
+    """Returns this rank's outputs as the model does; a loss in the model is reduced over this rank's samples.
 
-    samples: how many it was given; None: outputs are boxes. LayerwiseError where one is not of the model's own shape.
+    samples: how many it fed; None: outputs are boxes. Raises LayerwiseError if one has not the model's own shape.
     """
     tensors, batch = list(outputs), schedule.graph.batch
     for x, spec in zip(tensors, schedule.graph.layers[-1].specs, strict=True):
@@ -35,8 +35,8 @@ def returned(
         )
         if tuple(x.shape) != own:
             raise LayerwiseError(
-                f"an output has shape {tuple(x.shape)}, and the model's of the {samples} samples that this rank was "
-                f"given has {own}: a mistake of layerwise's, of which we would like to hear"
+                f"an output has shape {tuple(x.shape)}, but the model's output for this rank's {samples} samples has "
+                f"{own}: this is a bug in layerwise, please report it"
             )
     for i, name in enumerate(schedule.graph.layers[-1].inputs):
         loss = schedule.graph.losses.get(name)
@@ -50,14 +50,16 @@ def returned(
 
 
 def _has_no_gradient(graph: LayerGraph, layer: Layer) -> bool:
-    """Returns whether no tensor that the model returns of this layer has a gradient: it is detached, or a constant."""
+    """Returns whether no tensor that the model returns from this layer has a gradient: it is
+    detached, or a constant.
+    """
     sources = {graph[source].role for source in layer.inputs}
     return layer.stages[-1].op.detaches or (sources == {Role.CONSTANT} and not [*layer.own_parameters()])
 
 
 def map_tensors(act: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Returns a value with `act` of each tensor in it: in what PyTorch's trees know, and in dataclasses."""
-    copies: dict[int, Any] = {}  # by the id of a dataclass, which may be in several places
+    """Returns the value with `act` applied to each tensor in it: in PyTorch's pytrees and in dataclasses."""
+    copies: dict[int, Any] = {}  # by the id of a dataclass, which may occur several times
 
     def mapped(x: Any) -> Any:
         if isinstance(x, Tensor):
@@ -79,5 +81,5 @@ def map_tensors(act: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 def without_classes(box: Box) -> Box:
-    """Returns the target's box of a prediction's: a class stands where the prediction has dimension 1."""
+    """Returns the target's box for a prediction's: the class dimension (1) is dropped."""
     return Box(box.lo[:1] + box.lo[2:], box.hi[:1] + box.hi[2:])

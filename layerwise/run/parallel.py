@@ -1,4 +1,4 @@
-"""ParallelModule: what a model's class is a subclass of, too, once it is parallel."""
+"""ParallelModule: the class that a parallel model's class also inherits from."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from layerwise.importers.torch.read.arguments import signature_of
 from layerwise.run.base import Function, Run
 from layerwise.run.guards.refusals import unsupported
 
-OWN = "_layerwise"  # the one attribute of a model that is parallel
-# What such a model has of its run, beside what is its own: a name that it has itself is read by `layerwise.of(model)`.
+OWN = "_layerwise"  # the only attribute that parallelize adds to a model
+# Names of the run that the model itself answers; if the model has such a name of its own, use `layerwise.of(model)`.
 PUBLIC = frozenset(
     (
         *("plan", "comm", "layer_graph", "device", "dtype", "trace", "steps_done", "rank_schedule"),
@@ -26,24 +26,25 @@ PUBLIC = frozenset(
 
 
 class ParallelModule(nn.Module):
-    """A model that is parallel: `parallelize` makes its class one of this and of its own.
+    """A parallel model: `parallelize` makes its class a subclass of this class and its own.
 
-    With io "sample" each rank calls it with its own samples (`share` says which) and gets their outputs; its loss is
-    the mean over these, and the backward pass makes gradients of the mean over the global batch. Every rank must call
-    forward and backward alike. All that is not the model's own is in its `Run`, and read by `PUBLIC` names, too.
+    With io "sample" each rank calls it with its own samples (see `share`) and gets their outputs; its loss is the mean
+    over these, and the backward pass computes gradients of the mean over the global batch. Every rank must call forward
+    and backward in the same way. Everything that is not the model's own is in its `Run`; the names in `PUBLIC` are also
+    read from the model.
     """
 
     _layerwise: Run
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Returns a plain module of the model's own class, as `model[:2]` of a Sequential asks for one."""
+        """Returns a plain module of the model's own class, for example for `model[:2]` of a Sequential."""
         own: Any = cls.__mro__[2]
         made = own.__new__(own, *args, **kwargs)
         made.__init__(*args, **kwargs)
         return made
 
     def __init_subclass__(cls, **_: Any) -> None:
-        """Keeps from the model's class that it has a subclass, which a registry of classes would know it by."""
+        """Hides the subclass from the model's class, which might register its subclasses."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -54,20 +55,20 @@ class ParallelModule(nn.Module):
                 found = getattr(run, name)
                 return _held_by(self, found) if ismethod(found) else found
             if run is not None and name in run.unkept:
-                what, instead = f"{name!r} of the parallel module", "let the model return what its forward pass keeps"
+                what, instead = f"{name!r} of the parallel module", "return from the model what its forward pass stores"
                 raise AttributeError(str(unsupported(what, instead))) from None
             raise
 
     def compile(self, **settings: Any) -> None:
-        """Compiles what each rank computes by itself, with torch.compile's arguments. Every rank calls it."""
+        """Compiles what each rank computes by itself; takes torch.compile's arguments. Call it on every rank."""
         self._layerwise.compile(**settings)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads a full state dict, also one of DTensors or of lazy tensors. assign: on one device."""
+        """Loads a full state dict; its values may be DTensors or lazy tensors. assign: on one device only."""
         return self._layerwise.load_state_dict(state_dict, strict=strict, assign=assign)
 
     def apply(self, fn: Function) -> Self:
-        """Calls `fn` on the model's modules, in PyTorch's order, with full parameters in them; every rank calls it."""
+        """Calls `fn` on the model's modules, in PyTorch's order, with full parameters. Every rank must call it."""
         self._layerwise.apply(super().apply, fn)  # type: ignore[arg-type]
         return self
 
@@ -79,32 +80,33 @@ class ParallelModule(nn.Module):
         return self._layerwise.copied(memo)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """LayerwiseError: a pickle has no ranks."""
+        """Raises LayerwiseError: a pickle has no ranks."""
         raise LayerwiseError(
-            "the parallel module cannot be pickled: layerwise.save(model, file) writes the whole model's state dict"
+            "the parallel model cannot be pickled: save the full model's state dict with layerwise.save(model, file)"
         )
 
     @property
-    def _initialize_hook(self) -> NoReturn:  # what torch.compile asks a module for
+    def _initialize_hook(self) -> NoReturn:  # torch.compile reads this of a module
         if self._layerwise.plain:
             raise AttributeError("_initialize_hook")
-        raise LayerwiseError(  # it would trace what communicates
-            "torch.compile of the parallel module is not supported: give parallelize compile=True, which compiles what "
-            "each rank computes by itself, or call the module's own compile()"
+        raise LayerwiseError(  # it would trace communication
+            "torch.compile of the parallel model is not supported: pass compile=True to parallelize, which compiles "
+            "what each rank computes by itself, or call model.compile()"
         )
 
-    def join_hook(self, **_: Any) -> NoReturn:  # what torch.distributed's Join asks a module for
-        """LayerwiseError: a rank that has no batch left cannot stand in for its part of the model."""
+    def join_hook(self, **_: Any) -> NoReturn:  # torch.distributed's Join reads this of a module
+        """Raises LayerwiseError: a rank without a batch cannot do its part of the model."""
         raise LayerwiseError(
-            "torch.distributed.algorithms.Join is not supported: all ranks take part in every batch. Give each as many "
-            "(drop_last=True, or a DistributedSampler), or give parallelize the DataLoader, which does"
+            "torch.distributed.algorithms.Join is not supported, as all ranks take part in every batch: give each the "
+            "same number (drop_last=True, or a DistributedSampler), or pass the DataLoader to parallelize, which takes "
+            "care of it"
         )
 
     @property
-    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:  # what DistributedDataParallel asks a module for
+    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:  # DistributedDataParallel reads this of a module
         raise LayerwiseError(
-            "the parallel module stands in DistributedDataParallel's place: leave that out, it would overwrite the "
-            "ranks' parts of parameters with rank 0's; for replicas of a group give parallelize the 2-D mesh"
+            "the parallel model replaces DistributedDataParallel, which would overwrite every rank's shards with rank "
+            "0's: remove it; for replicas of a group pass a 2-D device mesh to parallelize"
         )
 
 
@@ -119,13 +121,13 @@ def _held_by(model: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]
 
 
 def of(model: nn.Module) -> Run:
-    """Returns what a parallel model has beside its own: its plan, this rank's state, its passes.
+    """Returns a parallel model's run: its plan, this rank's state and its passes.
 
     Args:
-        model: What `parallelize` has returned. It has the public names of this itself, unless its class has them.
+        model: A model that `parallelize` returned. It also has the run's public names, unless its class has them.
 
     Raises:
-        LayerwiseError: The model is not parallel.
+        LayerwiseError: `model` is not parallel.
 
     Examples:
         >>> import layerwise, torch
@@ -134,18 +136,18 @@ def of(model: nn.Module) -> Run:
     """
     run: Run | None = getattr(model, "__dict__", {}).get(OWN)
     if run is None:
-        raise LayerwiseError(f"the {type(model).__name__} is not parallel: give what layerwise.parallelize returns")
+        raise LayerwiseError(f"the {type(model).__name__} is not parallel: pass what layerwise.parallelize returned")
     return run
 
 
 def restore(model: nn.Module) -> None:
-    """Makes a parallel model as it was before, with its full values of now, on every rank; every rank calls it.
+    """Undoes `parallelize`: every rank gets the full model with today's values. Every rank must call it.
 
     Args:
-        model: What `parallelize` has returned. Its parameters are new objects where the plan splits layers.
+        model: A model that `parallelize` returned. If the plan splits layers, it gets new parameter objects.
 
     Raises:
-        LayerwiseError: The model is not parallel.
+        LayerwiseError: `model` is not parallel.
 
     Examples:
         >>> import layerwise, torch
@@ -158,7 +160,7 @@ def restore(model: nn.Module) -> None:
 
 
 def become(model: nn.Module, run: Run) -> None:
-    """Makes the model parallel: its class is one of ParallelModule and its own. LayerwiseError where it cannot be."""
+    """Makes the model's class a subclass of ParallelModule and its own. Raises LayerwiseError if that is impossible."""
     own, arguments = type(model), signature_of(model).parameters.values()
     run.own_class, run.own_forward = own, model.__dict__.pop("forward", None)
 

@@ -1,10 +1,11 @@
-"""Shapes: the network in either mode, and for other inputs than the example's; Sized: evaluation at a size."""
+"""Shapes: the network in either mode, and for inputs of other sizes; Sized: evaluation at one size."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 from zlib import crc32
 
@@ -33,19 +34,19 @@ from layerwise.run.state.initial import stored
 from layerwise.run.state.tree import skeleton
 from layerwise.tensorfile import dtype_name
 
-Sizes = tuple[tuple[int, ...], ...]  # of every input, but for the samples
-Returned = list[tuple[Each, Tensor | None]]  # by output, the box of every rank, and this rank's
+Sizes = tuple[tuple[int, ...], ...]  # of every input, without the samples
+Returned = list[tuple[Each, Tensor | None]]  # for each output: every rank's box, and this rank's tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Sized:
-    """The way in which samples of some size are computed together.
+    """How samples of one size are computed together, in evaluation.
 
     Attributes:
-        inputs: The box of each input that this rank is to be given.
-        outputs: The shapes of the outputs in full.
-        run: Makes this rank's boxes of the outputs of these.
-        alone: Whether this rank needs no other for it: the plan splits samples alone.
+        inputs: The box of each input that this rank must be fed.
+        outputs: The shapes of the full outputs.
+        run: Computes this rank's boxes of the outputs from its boxes of the inputs.
+        alone: Whether this rank needs no other rank for it: the plan splits samples only.
     """
 
     inputs: tuple[Box, ...]
@@ -60,15 +61,15 @@ class Shaped:
 
     graph: LayerGraph
     inputs: Inputs
-    structure: OutputStructure | None  # of what it returns
+    structure: OutputStructure | None  # of the model's return value
     plan: Plan
     sizes: Sizes
-    network: Network | None = None  # None: the one that the parallel module's state is of
+    network: Network | None = None  # None: the one whose state the parallel model holds
 
     def constants(self, schedule: Schedule) -> dict[str, Tensor]:
-        """Returns this rank's boxes of what the forward pass makes for layers to compute with, such as masks.
+        """Returns this rank's boxes of constants that the forward pass makes for layers, such as masks.
 
-        At other sizes and in the other mode they are others; the names may be the same.
+        They depend on the sizes and the mode; the names may be the same.
         """
         if self.network is None:
             return {}
@@ -79,24 +80,24 @@ class Shaped:
                 if is_made(self.network, name) and box is not None:
                     value = stored(self.network, name, box, p.shape)
                     if value is None:
-                        raise LayerwiseError(f"constant {name!r} has no value (the model is on the meta device)")
+                        raise LayerwiseError(f"constant {name!r} has no value: the model is on the meta device")
                     dtype = options.element_type(dtype_name(value.dtype), self.graph)
                     constants[name] = value.to(options.device, dtype)
         return constants
 
 
 def is_made(network: Network, name: str) -> bool:
-    """True if the forward pass makes it: no parameter and no buffer of the model."""
+    """True if the forward pass makes it: it is no parameter or buffer of the model."""
     assert network.module is not None
     buffers = (buffer for buffer, _ in network.module.named_buffers(remove_duplicate=False))
     return name not in network.keys.values() and name not in buffers
 
 
 class Shapes:
-    """The networks of a model by sizes and mode, each traced when it is met first. The plan's degrees stay.
+    """A model's networks by sizes and mode, each traced when it is first needed. They all have the plan's degrees.
 
-    network: it is referred to, so one without memory (`state.tree.without_memory`). planned: whether it is the plan's,
-    of which the module's state is; else that of another call, in evaluation.
+    network: one without memory (`state.tree.without_memory`), as it is kept. planned: whether it is the plan's network,
+    whose state the module holds; else that of another call, in evaluation.
     """
 
     def __init__(
@@ -116,27 +117,27 @@ class Shapes:
         self._module, self._shared, self._together = module, network.shared or None, network.together
         self._inputs_without_gradient = network.inputs_without_gradient
         self.arguments = network.arguments or Arguments.of_inputs(layer.name for layer in self._layers)
-        # What all ranks must call alike, beside the sizes: of other arguments, which they are.
+        # What the ranks' calls must have in common beside sizes: a hash of the other arguments.
         self.called = () if planned else (crc32(" ".join(self.arguments.leaves).encode()),)
 
     @cached_property
     def _skeleton(self) -> nn.Module | None:
-        """Returns the copy that is traced, whose mode is set for it."""
-        with torch.inference_mode(False):  # of a first call in it, its buffers would be inference tensors
+        """Returns the copy that is traced; the mode is set on it."""
+        with torch.inference_mode(False):  # in inference mode its buffers would be inference tensors
             return None if self._module is None else skeleton(self._module)
 
     def of_call(self, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> Shapes:
-        """Returns the shapes of an evaluation with other tensors than the example's: without labels, for one.
+        """Returns the shapes of an evaluation with tensors other than the example's, for one without labels.
 
-        LayerwiseError where a number has another value, or a list or number is none of the example's: the model may
-        write into such a list, a cache for instance, and a plan would not.
+        Raises LayerwiseError if a number has another value, or a list or number is not in the example: the model may
+        write into such a list, for instance a cache, and a plan would not.
         """
         leaves = self.arguments.named(inputs, named)
         planned = self.arguments.leaves.keys()
         if leaves.keys() == planned or self._skeleton is None or self.plan.io == "boxes":
             return self
         if any(isinstance(x, Mapping) for x in inputs) and not any("[" in path for path in planned):
-            return self  # a batch in the place of its items: `tensors_of` says so
+            return self  # a batch in place of its items: `tensors_of` raises
         self.arguments.check(
             leaves, [p for p, x in leaves.items() if p in planned or "[" in p or not isinstance(x, Tensor)]
         )
@@ -168,8 +169,8 @@ class Shapes:
         except LayerwiseError as error:
             names = ", ".join(self.arguments.leaves)
             raise LayerwiseError(
-                f"the model was made parallel for inputs {names}, and is called with "
-                f"{', '.join(self.arguments.named(*call))}, of which the plan cannot be kept: {error}"
+                f"the model was made parallel for inputs {names}, but is called with "
+                f"{', '.join(self.arguments.named(*call))}, for which the plan does not hold: {error}"
             ) from None
         network = replace(network, graph=graph, module=self._module)
         return Shapes(network, plan, self.comm, self.options, planned=False)
@@ -190,11 +191,11 @@ class Shapes:
         return tuple(tensors[layer.name] for layer in self._layers)
 
     def sizes_of(self, inputs: Sequence[Tensor]) -> Sizes:
-        """Returns the sizes of a call's inputs, which must be as many as the model takes."""
+        """Returns the sizes of a call's inputs; there must be as many inputs as the model takes."""
         return tuple(_size(layer, tuple(x.shape)) for layer, x in zip(self._layers, inputs, strict=True))
 
     def at(self, sizes: Sizes, *, training: bool) -> Shaped:
-        """Returns the network at these sizes. LayerwiseError where it is another one there, or cannot be traced."""
+        """Returns the network at these sizes. Raises LayerwiseError if it differs there, or cannot be traced."""
         key = sizes, training if self._modes else self._traced
         if key not in self._known:
             with torch.inference_mode(False):  # its constants may be used in training
@@ -202,19 +203,19 @@ class Shapes:
         return self._known[key]
 
     def fitted(self, batch: int, shaped: Shaped, *, few: bool) -> tuple[LayerGraph, Plan]:
-        """Returns the network and its plan at this batch. LayerwiseError where it cannot be cut so.
+        """Returns the network and its plan at this batch. Raises LayerwiseError if it cannot be split that way.
 
-        few: without gradients, where a layer that has more cells along samples than there are has one a sample.
+        few: without gradients, where layers with more sample cells than samples get one cell a sample.
         """
         graph, strategy = shaped.graph, dict(shaped.plan.strategy)
         try:
             graph = graph.rebatch(batch)
             for layer in graph.inner:
                 config = strategy[layer.name]
-                if few and config["n"] > batch:  # the others' boxes of parameters stay where they are
+                if few and config["n"] > batch:  # the other ranks' boxes of parameters stay
                     config = strategy[layer.name] = _fewer(config, batch, layer)
                 if not is_legal(config, layer.space.dims):
-                    raise LayerwiseError(f"layer {layer.name!r} cannot be cut {config}")
+                    raise LayerwiseError(f"layer {layer.name!r} cannot be split {config}")
         except LayerwiseError as error:
             what = f"a batch of {batch} samples" + (
                 f" of shape {shaped.sizes[0]}" if shaped.sizes != self.sizes else ""
@@ -225,11 +226,12 @@ class Shapes:
     def _shaped(self, sizes: Sizes, training: bool) -> Shaped:
         planned, same_mode = self.first.graph, training == self._traced
         if any(len(a) != len(b) for a, b in zip(sizes, self.sizes, strict=True)):
-            raise LayerwiseError(self._unlike(sizes, training, "give it as many dimensions"))
+            raise LayerwiseError(self._unlike(sizes, training, "the number of dimensions must be the same"))
         if self._skeleton is None:
-            raise LayerwiseError(self._unlike(sizes, training, "the model's code is not there to be traced again"))
+            raise LayerwiseError(self._unlike(sizes, training, "the model's code is not available for another trace"))
         samples, pairs = _samples(self._skeleton, sizes), zip(self._layers, sizes, strict=True)
-        device = next((p.device for p in self._skeleton.parameters()), torch.device("cpu"))  # of its own, also meta
+        # its own device, which may be meta
+        device = next((p.device for p in self._skeleton.parameters()), torch.device("cpu"))
         tensors = {layer.name: _example(layer, size, samples, device) for layer, size in pairs}
         examples, named = self.arguments.call(tensors, samples)
         try:
@@ -259,7 +261,7 @@ class Shapes:
     def _extended(
         self, graph: LayerGraph, planned: LayerGraph, network: Network, sizes: Sizes, *, training: bool
     ) -> Plan:
-        """Returns the plan for this network: layers that the plan's has not, or cannot cut so, split samples."""
+        """Returns the plan for this network: layers that the plan lacks, or cannot split its way, split samples."""
         shapes = {name: p.shape for layer in planned.layers for name, p in layer.own_parameters()}
         layers = {name: layer.name for layer in planned.layers for name, _ in layer.own_parameters()}
         strategy = dict(self.plan.strategy)
@@ -269,7 +271,7 @@ class Shapes:
                     raise LayerwiseError(
                         self._unlike(sizes, training, f"layer {layer.name!r} uses {name!r} there only")
                     )
-            own, config = strategy.get(layer.name), data_parallel(layer, self.plan.gpus)
+            own, config = strategy.get(layer.name), data_parallel(layer, self.plan.gpus, self.plan.shares)
             if own is None or not (layer.own_parameters() or is_legal(own, layer.space.dims)):
                 strategy[layer.name] = config if is_legal(config, layer.space.dims) else Config()
         return replace(self.plan, strategy=strategy)
@@ -277,20 +279,20 @@ class Shapes:
     def _unlike(self, sizes: Sizes, training: bool, why: str) -> str:
         if sizes == self.sizes:
             now, then = ("training", "evaluation") if training else ("evaluation", "training")
-            return f"the model was made parallel in {then} mode, and its code does something else in {now}: {why}"
+            return f"the model was made parallel in {then} mode, but its code does something else in {now}: {why}"
         name, size, planned = next(
             (layer.name, a, b) for layer, a, b in zip(self._layers, sizes, self.sizes, strict=True) if a != b
         )
-        return f"input {name!r} has samples of shape {size}, and the plan is for {planned}: {why}"
+        return f"input {name!r} has samples of shape {size}, but the plan is for {planned}: {why}"
 
 
 def _kind(leaf: object) -> tuple[object, ...]:
-    """Returns the facts of an argument, but for its sizes, that another network is traced for."""
+    """Returns what another network would be traced for: facts of an argument, without its sizes."""
     return (leaf.dim(), str(leaf.dtype)) if isinstance(leaf, Tensor) else (repr(leaf),)
 
 
 def _may_ask_its_mode(module: nn.Module) -> bool:
-    """True if code beside PyTorch's own may ask for `training`: what it computes may then be another network."""
+    """True if code outside PyTorch may read `training`: the mode may then change the network."""
     return any(not type(m).__module__.startswith("torch.") for m in module.modules())
 
 
@@ -299,15 +301,19 @@ def _size(layer: Layer, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _fewer(config: Config, batch: int, layer: Layer) -> Config:
-    """Returns it with at most one cell a sample. A rank that computes has the same parameters."""
+    """Returns the config with at most one cell a sample. A rank that computes has the same parameters."""
     if config.placement == "strided" and layer.own_parameters():
         return config
     degrees = tuple((label, min(degree, batch) if label == "n" else degree) for label, degree in config.degrees)
-    return replace(config, degrees=tuple((label, degree) for label, degree in degrees if degree > 1))
+    config = replace(config, degrees=tuple((label, degree) for label, degree in degrees if degree > 1))
+    if not config.weights:
+        return config
+    upto = accumulate(w > 0 for w in config.weights)  # the first ones of those that had a cell
+    return config.weighted(tuple(w * (n <= config.total) for w, n in zip(config.weights, upto, strict=True)))
 
 
 def _samples(module: nn.Module, sizes: Sizes) -> int:
-    """Returns how many to trace: a number that no size of the network is a multiple of, to be told from these."""
+    """Returns how many samples to trace: a number that no size of the network is a multiple of, to tell them apart."""
     shapes = (x.shape for x in (*module.parameters(), *module.buffers()))
     extents = {extent for shape in (*sizes, *shapes) for extent in shape}
     return next((n for n in (11, 13, 17, 19, 23, 29, 31, 37) if not any(extent % n == 0 for extent in extents)), 41)
@@ -316,4 +322,4 @@ def _samples(module: nn.Module, sizes: Sizes) -> int:
 def _example(layer: Layer, size: tuple[int, ...], samples: int, device: torch.device) -> Tensor:
     shape = (samples, *size) if layer.out.index("n") == 0 else size
     number = torch.zeros((), dtype=getattr(torch, layer.out.dtype), device=device)
-    return number.expand(shape)  # a volume fits no rank
+    return number.expand(shape)  # expanded: a full volume would not fit on a rank

@@ -1,4 +1,4 @@
-"""StepCheck: whether a training's steps take what the plan predicts, told once, after some twenty of them."""
+"""StepCheck: compares the time of training steps with the plan's prediction, once, after some twenty steps."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from layerwise.quantities import interval, units
 from layerwise.run.execute.reducer import WAITING
 from layerwise.trace import Span, Trace, now_s
 
-FIRST, STEPS = 10, 10  # steps that are not timed, as they choose kernels and connect; and steps that are
+FIRST, STEPS = 10, 10  # steps not timed, as they select kernels and connect; and steps timed
 MESSAGES = ("transfers", "statistics")
 LIMITS = ("timeline_low_s", "timeline_high_s")
-SMALL = 0.01  # of a step: less is not told
+SMALL = 0.01  # of a step: less is not reported
 
 
 class Timed(Protocol):
@@ -28,26 +28,26 @@ class Timed(Protocol):
 
 
 class StepCheck:
-    """Times some steps of this rank, forward and backward, and says where they are out of the predicted range.
+    """Times some steps of this rank, forward and backward, and reports them if they leave the predicted range.
 
-    Ranks do not talk of it. Spans are collected while it times; before, a step costs two comparisons.
+    Ranks do not communicate about it. It collects spans while it times; before, a step costs two comparisons.
     """
 
     def __init__(self, plan: Plan, say: Callable[[str], None]) -> None:
         self.plan, self.say = plan, say
-        self.outcome: dict[str, dict[str, float]] = {}  # seconds, predicted and measured, once it is over
+        self.outcome: dict[str, dict[str, float]] = {}  # predicted and measured seconds, once it is over
         self._seconds: list[float] = []
-        self._began_s: float | None = None  # the forward pass whose backward pass is to come
+        self._began_s: float | None = None  # start of the forward pass whose backward pass is to come
         self._passes = 0
-        self._trace: Trace | None = None  # that it has set
+        self._trace: Trace | None = None  # the trace that it has set
 
     @classmethod
     def of(cls, plan: Plan, say: Callable[[str], None]) -> StepCheck | None:
-        """Returns one; None for a plan that runs on one device, or predicts no range."""
+        """Returns a check; None for a plan that runs on one device or predicts no range."""
         return cls(plan, say) if plan.gpus > 1 and "timeline_low_s" in plan.predicted else None
 
     def begin(self, run: Timed) -> None:
-        """A forward pass in training begins. One that has no backward pass, or shares it, ends the check."""
+        """Begins a training forward pass. One without a backward pass, or with a shared one, ends the check."""
         if self._began_s is not None:
             self._end(run)
             return
@@ -56,7 +56,7 @@ class StepCheck:
         self._began_s = now_s(run.device) if self._passes >= FIRST else 0.0
 
     def end(self, run: Timed, *, summed: bool) -> None:
-        """A backward pass has ended. summed: gradients were, which they are not within no_sync."""
+        """Ends a backward pass. summed: whether it summed gradients, which it does not within no_sync."""
         began_s, self._began_s = self._began_s, None
         if began_s is None or not summed:
             return
@@ -96,13 +96,14 @@ class StepCheck:
         if low_s <= took_s <= high_s:
             return
         told = [
-            f"{name} take {now_s / before_s:.1f} times what was predicted"
+            f"{name} take {now_s / before_s:.1f} times the prediction"
             for name, (before_s, now_s) in parts.items()
             if spans and before_s > SMALL * step_s
         ]
         self.say(
-            f"forward and backward take {units(took_s, 's')} a step, and {interval(step_s, low_s, high_s, 's')} was "
-            f"predicted{': ' + ', '.join(told) + ' (waiting for other ranks is in messages)' if told else ''}. The "
-            "plan may not be the best one here: measure again under the load that training has, or race the best plans "
+            f"forward and backward take {units(took_s, 's')} a step, but the prediction was "
+            f"{interval(step_s, low_s, high_s, 's')}"
+            f"{': ' + ', '.join(told) + ' (waiting for other ranks is in messages)' if told else ''}. "
+            "The plan may not be the best one here: measure again under the load of training, or race the best plans "
             "(ParallelOptions(race=3), layerwise.run --race 3)"
         )

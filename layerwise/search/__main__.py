@@ -94,7 +94,9 @@ def _model(args: argparse.Namespace, devices: DeviceGraph, batch: int) -> CostMo
     kind: StepKind = "inference" if args.inference else "training"
     options = CostOptions(args.link_model, args.sync, args.io, args.optimizer, args.dtype, args.local_batch_norm, kind)
     raw = load_model(args.model, batch, args.input_shape)
-    return CostModel(raw if args.no_fuse else fuse(raw), devices, options)
+    model = CostModel(raw if args.no_fuse else fuse(raw), devices, options)
+    model.check_measured()
+    return model
 
 
 def _searched(

@@ -38,8 +38,9 @@ def baseline(model: CostModel, name: str, replicas: int = 1) -> dict[str, Config
     if replicas > 1:
         return _in_replicas(model, name, replicas)
     by_channel = _by_channel(model, name)
+    count, shares = model.devices.count, model.shares or ()
     return {
-        layer.name: (_channels if layer.name in by_channel else data_parallel)(layer, model.devices.count)
+        layer.name: _channels(layer, count) if layer.name in by_channel else data_parallel(layer, count, shares)
         for layer in model.graph.inner
     }
 
@@ -139,7 +140,7 @@ def grids(processes: int, graph: LayerGraph) -> tuple[ProcessGrid, ...]:
 
 
 def mlp_layers(graph: LayerGraph) -> tuple[Layer, ...]:
-    """The layers of an MLP, first to last. LayerwiseError where the network is anything else."""
+    """The layers of an MLP, first to last. Raises LayerwiseError if the network is anything else."""
     before = graph.layers[0].name
     for layer in graph.inner:
         if not isinstance(layer.main, Linear) or len(layer.out.shape) != 2 or layer.inputs != (before,):

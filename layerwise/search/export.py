@@ -44,7 +44,7 @@ def variable_names(layers: Iterable[str]) -> dict[str, str]:
 def value_name(config: Config) -> str:
     """`n4_c2`, `n4_strided`, `serial`."""
     words = [f"{label}{degree}" for label, degree in config.degrees] or ["serial"]
-    return "_".join([*words, *config.marks])
+    return "_".join([*words, *config.marks]).replace(":", "-")
 
 
 def above_s(tables: CostTables) -> float:

@@ -13,7 +13,7 @@ from itertools import filterfalse
 from typing import Literal
 
 from layerwise.config import Config, SearchSpace
-from layerwise.cost.memory.step import peak_bytes
+from layerwise.cost.memory.step import fullest_bytes
 from layerwise.cost.model import Configs, CostModel, Progress
 from layerwise.cost.price import MEASURED_ERROR, complete
 from layerwise.cost.timeline.simulate import timeline
@@ -82,6 +82,8 @@ def search(
     `effort` is how long the best by timeline is improved, and bounded; "quick": not at all.
     """
     limit = _limit(model, space, memory_limit_bytes)
+    if space.weights is None:
+        space = replace(space, weights=model.weights)
     priced = price(model, space, limit, tuple(offer), memory_bytes, progress)
     known = {name: priced.candidate(s, _title(priced, name)) for name, s in priced.named.items()}
     if not known["data"].timeline.total_s:
@@ -227,7 +229,7 @@ def improve(
         lambda strategy: timeline(model, strategy, bucket_bytes=cap).total_s,
         forms if fits and "recompute" in priced.offer else None,
         effort=effort,
-        fits=lambda strategy: not fits or float(peak_bytes(model, strategy).max()) <= priced.limit,
+        fits=lambda strategy: not fits or fullest_bytes(model, strategy) <= priced.limit,
         memory_bytes=priced.memory_bytes,
     )
     found = [
@@ -236,7 +238,7 @@ def improve(
         for size in dict.fromkeys((BUCKET_BYTES, best_cap(model, strategy)))
     ]
     priced.took("overlap", started)
-    return found, better.lower_bound_s or None
+    return found, None if model.devices.kinds else better.lower_bound_s or None  # a bound of equal devices' steps
 
 
 def _title(priced: Priced, name: str) -> str:
@@ -244,7 +246,7 @@ def _title(priced: Priced, name: str) -> str:
 
 
 def _limit(model: CostModel, space: SearchSpace, memory_limit_bytes: float | None) -> float:
-    """Bytes of a device that a step may take. LayerwiseError where what is asked for does not fit together."""
+    """Bytes of a device that a step may take. Raises LayerwiseError if what is asked for does not fit together."""
     limit = float(model.devices.processor.memory_bytes if memory_limit_bytes is None else memory_limit_bytes)
     if not limit > 0:
         raise LayerwiseError(f"a memory limit is a number of bytes above 0, not {memory_limit_bytes}")

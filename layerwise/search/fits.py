@@ -182,7 +182,7 @@ class Fits:
 
 
 def fits(question: FitQuestion) -> Fits:
-    """The answer to a question. LayerwiseError where the model cannot be on one device."""
+    """The answer to a question. Raises LayerwiseError if the model cannot be on one device."""
     q, most = question, max(question.gpus)
     row = cache(q.row)
     alone = q.model(q.graph, 1)

@@ -75,6 +75,7 @@ def make_plan(
         },
         predicted_layers=layer_times(model, best.strategy, best.bucket_bytes),
         bucket_bytes=best.bucket_bytes,
+        shares=model.shares or (),
     )
     return _proven(plan, found) if isinstance(found, SearchResult) else plan
 

@@ -28,7 +28,7 @@ def rebuild(plan: Plan, model: str | None = None, profile: str | None = None) ->
     raw, devices, options, space = _searched(plan, model, profile)
     graph = plan.layers(raw)
     plan.check(graph)
-    return CostModel(graph, devices, options), space
+    return CostModel(graph, devices, options, plan.shares), space
 
 
 def replan(

@@ -8,7 +8,7 @@ from functools import cached_property
 from math import exp, hypot
 
 from layerwise.config import Config
-from layerwise.cost.memory.step import peak_bytes
+from layerwise.cost.memory.step import fullest_bytes, peak_bytes
 from layerwise.cost.model import Configs, CostModel, CostTables
 from layerwise.cost.price import LayerPrice, Price, model_error, price
 from layerwise.cost.timeline.ranges import Deviations, deviations
@@ -74,7 +74,7 @@ class Candidate:
     @property
     def fits(self) -> bool:
         """Within every device's memory."""
-        return self.memory_bytes <= self.memory_limit_bytes
+        return fullest_bytes(self.model, self.strategy) <= self.memory_limit_bytes
 
     def table(self) -> dict[str, list[object]]:
         """Returns a row a layer as columns, as `pandas.DataFrame` takes them: seconds by equation 1, and bytes."""

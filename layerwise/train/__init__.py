@@ -1,5 +1,5 @@
-"""The training loop: steps of a plan on data, as one device would take them.
+"""The training loop: steps of a plan on data, with the numbers of one device.
 
-`loop` is what `fit` and `layerwise run` both call; `session`, `data`, `task`, `score` and `compare` are that
-command's, `saving` says when a run saves. It knows `run` and `checkpoint`.
+`fit` and `layerwise run` both call `loop`; `session`, `data`, `task`, `score` and `compare` belong to that command, and
+`saving` decides when a run saves. The room knows `run` and `checkpoint`.
 """

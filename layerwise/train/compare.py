@@ -1,4 +1,4 @@
-"""--compare-single: the same steps on one device, and how far the plan's numbers are from these."""
+"""--compare-single: takes the same steps on one device, and measures how far the plan's numbers are from these."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from torch import Tensor
 from layerwise.run.options import RuntimeOptions
 from layerwise.run.parallel import ParallelModule, of
 
-ARITHMETIC = {  # --dtype: the type of parameters, and autocast's
+ARITHMETIC = {  # --dtype: the parameters' type, and autocast's
     "float64": (torch.float64, None),
     "float32": (torch.float32, None),
     "bf16": (torch.float32, torch.bfloat16),
 }
 ALLOWED = {"float64": 1e-9, "float32": 1e-3, "bf16": 1e-1}
-"""The largest relative difference that is rounding.
+"""The largest relative difference that may be rounding.
 
-A plan adds the same numbers in another order, so a sum of m numbers differs by about sqrt(m)·ε, and every further
-layer and step multiplies that. With m of 1e5 and a hundredfold growth: float64 (ε 1e-16) 4e-12, of which 1e-9 leaves
-room for tens of steps; float32 (6e-8) 2e-3 at worst, seldom above 1e-4. bf16 rounds the operands of every product to
-8 bits (4e-3), and sums that differ in the last bit may round apart: 25 of those. float64 is proof, the others a check.
+A plan adds the same numbers in another order, so a sum of m numbers differs by about sqrt(m)·ε, and every further layer
+and step multiplies that. With m = 1e5 and growth by 100: float64 (ε 1e-16) 4e-12, for which 1e-9 leaves room for tens
+of steps; float32 (6e-8) at worst 2e-3, seldom above 1e-4. bf16 rounds the operands of every product to 8 bits (4e-3),
+and sums that differ in the last bit may round apart: it gets 25 times that. float64 is proof, the others are checks.
 """
 SMALL = 1e-3
-"""A difference is taken against the tensor's own largest magnitude, or against this part of the largest of all tensors
-of its kind, whichever is more: the gradient of a bias before a batch norm is zero but for rounding, and noise against
-noise says nothing.
+"""A difference is relative to the tensor's own largest magnitude, or to this fraction of the largest among all tensors
+of its kind, whichever is more. The gradient of a bias before a batch norm is zero except for rounding, and noise
+relative to noise says nothing.
 """
 
 
 def arithmetic(options: RuntimeOptions) -> str:
-    """The --dtype that these options are of."""
+    """Returns the --dtype that these options belong to."""
     return next(name for name, types in ARITHMETIC.items() if types == (options.dtype, options.autocast))
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The largest relative differences, max |a - b| / max |a| over a tensor, and where they are."""
+    """The largest relative differences, max |a - b| / max |a| over a tensor, and their places."""
 
     loss: float
     gradients: float
@@ -51,13 +51,13 @@ class Difference:
         return {name: value for name, value in asdict(self).items() if name != "worst"}
 
     def beyond(self, allowed: float) -> list[str]:
-        """The names of what differs by more than that, or is not a number."""
+        """Returns the names of what differs by more than `allowed`, or is not a number."""
         return [name for name, value in self.as_dict().items() if not value <= allowed]
 
 
 @dataclass(frozen=True, slots=True)
 class FinalState:
-    """The end of a training: every loss, and the full tensors by the names of the model's state dict."""
+    """The end of a training: every loss, and the full tensors by their names in the model's state dict."""
 
     losses: Sequence[float]
     gradients: Mapping[str, Tensor]
@@ -65,14 +65,14 @@ class FinalState:
 
 
 def final_state(module: ParallelModule, losses: Sequence[float]) -> FinalState:
-    """Gathers what this module holds after its last step; every rank of the module calls this."""
+    """Gathers what this module holds after its last step. Every rank of the module must call it."""
     return FinalState(losses, full_gradients(module), of(module).full_state_dict())
 
 
 def full_gradients(module: ParallelModule) -> dict[str, Tensor]:
-    """Returns every parameter's full gradient, on the CPU: gathered as `full_state_dict` does, in their place.
+    """Returns every parameter's full gradient, on the CPU, gathered in the parameters' place by `full_state_dict`.
 
-    Buffers are among them, as they are.
+    Buffers are included, unchanged.
     """
     values = [(p, p.detach().clone()) for p in module.parameters()]
     try:
@@ -87,7 +87,7 @@ def full_gradients(module: ParallelModule) -> dict[str, Tensor]:
 
 
 def difference(single: FinalState, planned: FinalState, trained: set[str]) -> Difference:
-    """The difference of `planned` from `single`. trained: names of parameters; the others are buffers."""
+    """Returns how `planned` differs from `single`. trained: names of parameters; the others are buffers."""
     pairs: dict[str, list[tuple[str, Tensor, Tensor]]] = {
         "loss": [("loss", _column(single.losses), _column(planned.losses))],
         "gradients": [(n, g, planned.gradients[n]) for n, g in single.gradients.items() if n in trained],
@@ -105,7 +105,7 @@ def _column(numbers: Sequence[float]) -> Tensor:
 
 
 def largest(tensors: Sequence[tuple[str, Tensor, Tensor]]) -> tuple[float, str]:
-    """The largest relative difference of (name, a, b), and the name; not a number counts as the largest."""
+    """Returns the largest relative difference of (name, a, b), and the name; nan counts as the largest."""
     wide = [(name, a.double(), b.double()) for name, a, b in tensors if a.numel()]
     floor = SMALL * max((float(a.abs().max()) for _, a, _ in wide), default=0.0)
     worst, where = 0.0, ""

@@ -1,4 +1,4 @@
-"""Predicted beside measured seconds: of the step and of every layer's parts, and why they differ."""
+"""Compares predicted and measured seconds, of the step and of every layer's parts, and explains the differences."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from layerwise.run.execute.reducer import WAITING
 from layerwise.run.parallel import ParallelModule, of
 from layerwise.trace import Trace, clock_offset
 
-WARM = 2  # steps that are left out: buffers, connections, kernels that are chosen at the first call
-OFF = 0.1  # what is off by more than this is explained
-SMALL = 0.01  # of a step: less is not
+WARM = 2  # steps to skip: the first allocate buffers, connect and select kernels
+OFF = 0.1  # differences beyond this fraction are explained
+SMALL = 0.01  # of a step: less is ignored
 PARTS = ("compute_s", "transfers_s", "sync_s", "statistics_s")
 Key = tuple[str, str]  # layer, part
-Times = list[tuple[float, float]]  # start and end on rank 0's clock, one a step
+Times = list[tuple[float, float]]  # start and end on rank 0's clock, one pair a step
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Seconds of one part of a layer in a step, the slowest rank's."""
+    """Seconds of one part of a layer in a step, on the slowest rank."""
 
-    predicted_s: float | None  # None where the plan says nothing
+    predicted_s: float | None  # None if the plan does not predict it
     measured_s: float
-    waiting_s: float = 0.0  # of the rank that comes first, until the last one has come
-    last: int = 0  # the rank that comes last
+    waiting_s: float = 0.0  # of the first rank to arrive, until the last has arrived
+    last: int = 0  # the last rank to arrive
 
     def beyond(self, step_s: float) -> bool:
         """True if it is off by more than a tenth, and by enough of the step to matter."""
@@ -43,14 +43,15 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Predicted beside measured seconds."""
+    """Predicted and measured seconds, side by side."""
 
-    step: Part  # all of it
-    totals: Mapping[str, Part]  # of each part over all layers, and "exposed_sync_s", the sums that nothing hides
+    step: Part  # the full step
+    # each part's sum over all layers, and "exposed_sync_s", the gradient sums that nothing hides
+    totals: Mapping[str, Part]
     layers: Mapping[str, Mapping[str, Part]]  # by name, then by part
 
     def causes(self, name: str) -> list[str]:
-        """Why a layer is not as predicted; nothing where it is."""
+        """Returns why a layer is not as predicted; [] if it is."""
         reasons = []
         for part, each in self.layers[name].items():
             if each.beyond(self.step.measured_s):
@@ -62,7 +63,7 @@ class Comparison:
         return reasons
 
     def as_dict(self) -> dict[str, object]:
-        """Returns it as JSON has it."""
+        """Returns the comparison as JSON values."""
 
         def row(part: Part) -> dict[str, object]:
             values: dict[str, object] = {"predicted_s": part.predicted_s, "measured_s": part.measured_s}
@@ -77,17 +78,19 @@ class Comparison:
 
 
 def check(plan: Plan, steps: int, accumulate: int) -> None:
-    """LayerwiseError where there is nothing to compare."""
+    """Raises LayerwiseError if there is nothing to compare."""
     if not plan.predicted_layers or "timeline_s" not in plan.predicted:
-        raise LayerwiseError("--compare: the plan says nothing of its layers' times: search again with this layerwise")
+        raise LayerwiseError("--compare: the plan lacks its layers' times: search again with this version of layerwise")
     if accumulate > 1:
-        raise LayerwiseError("--compare: a plan's times are of one batch a step: leave out --accumulate")
+        raise LayerwiseError("--compare: a plan's times are for one batch a step: leave out --accumulate")
     if steps <= WARM:
-        raise LayerwiseError(f"--compare: the first {WARM} steps do not count: take more than {WARM}")
+        raise LayerwiseError(f"--compare: the first {WARM} steps are not timed: take more than {WARM}")
 
 
 def compare_times(trace: Trace, module: ParallelModule, seconds: Sequence[float], comm: Comm) -> Comparison:
-    """Every rank calls this after training with this trace, and gets the same. seconds: of each step."""
+    """Compares them after training with this trace; every rank must call it, and gets the same.
+    seconds: of each step.
+    """
     offset_s = clock_offset(comm, time.perf_counter)
     keys = dict(_keys(module))
     local: dict[str, Times] = {}
@@ -106,7 +109,7 @@ def compare_times(trace: Trace, module: ParallelModule, seconds: Sequence[float]
 
 
 def _keys(module: ParallelModule) -> Iterator[tuple[str, Key]]:
-    """The layer and part that a span of this rank is of, by its category and name."""
+    """Yields this rank's spans, by category and name, with the layer and part that each belongs to."""
     yield f"sync {WAITING}", ("", "exposed_sync_s")
     for scheduled in of(module).rank_schedule.layers:
         name = scheduled.layer.name
@@ -123,8 +126,10 @@ def _keys(module: ParallelModule) -> Iterator[tuple[str, Key]]:
 
 
 def _together(ranks: Mapping[int, Times], *, alone: bool) -> Part:
-    """The median over the steps, of the slowest rank; what several ranks do together begins when the last has come."""
-    steps = list(zip(*ranks.values(), strict=False))  # of each the rank's start and end
+    """Returns the median over the steps, of the slowest rank. What ranks do together begins when
+    the last has arrived.
+    """
+    steps = list(zip(*ranks.values(), strict=False))  # for each step, every rank's start and end
     if alone:
         return Part(None, median(max(end - start for start, end in step) for step in steps))
     seconds, waiting, last = [], [], []
@@ -140,7 +145,7 @@ def _comparison(plan: Plan, step_s: float, measured: Mapping[Key, Sequence[Part]
     layers: dict[str, dict[str, Part]] = {}
     for name in dict.fromkeys([*plan.predicted_layers, *(name for name, _ in measured if name)]):
         predicted = dict(plan.predicted_layers.get(name, {}))
-        if "statistics_s" in predicted and (name, "statistics_s") not in measured:  # they are spans of compute
+        if "statistics_s" in predicted and (name, "statistics_s") not in measured:  # the spans of compute include them
             predicted["compute_s"] = predicted.get("compute_s", 0.0) + predicted.pop("statistics_s")
         for key in PARTS:
             if key in predicted or (name, key) in measured:
@@ -174,7 +179,7 @@ NUMBERS = (Column("predicted", "s"), Column("measured", "s"), Column("off by", "
 
 
 def tables(comparison: Comparison) -> Iterator[Table]:
-    """The step and its parts; then the layers that are not as predicted."""
+    """Yields tables of the step and its parts, then of the layers that are not as predicted."""
     rows = list[tuple[Value, ...]]()
     wholes = {"step": comparison.step} | {TITLES[key]: part for key, part in comparison.totals.items()}
     for title, part in wholes.items():

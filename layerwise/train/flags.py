@@ -41,35 +41,42 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("plan", metavar="PLAN.json", help="written by layerwise search --out")
     p.add_argument("--model", metavar="MODEL", help=MODEL_HELP)
     p.add_argument(
-        "--replan", action="store_true", help="on another number of ranks than the plan's, search again for these"
+        "--replan", action="store_true", help="if the number of ranks differs from the plan's, search again for it"
     )
     p.add_argument(
-        "--gpu", "--profile", dest="profile", metavar="NAME", help="to search again with (default: the plan's)"
+        "--gpu", "--profile", dest="profile", metavar="NAME", help="machine to search again with (default: the plan's)"
     )
     g = p.add_argument_group("training")
     g.add_argument("--data", default="digits", metavar="NAME", help=f"{data.HELP} (default: digits)")
     length = g.add_mutually_exclusive_group()
-    length.add_argument("--epochs", type=count, metavar="E", help="times through the data (default: 1)")
-    length.add_argument("--steps", type=count, metavar="N", help="steps in all, those before --resume included")
+    length.add_argument("--epochs", type=count, metavar="E", help="passes over the data (default: 1)")
+    length.add_argument("--steps", type=count, metavar="N", help="total steps, including those before --resume")
     g.add_argument("--optimizer", choices=list(OPTIMIZERS), help="default: the one that the plan was searched for")
     usual = ", ".join(f"{name} {lr:g}" for name, lr in OPTIMIZERS.items())
     g.add_argument("--lr", type=positive, metavar="RATE", help=f"learning rate (default: {usual})")
-    g.add_argument("--momentum", type=_fraction, default=0.9, metavar="M", help="of momentum (default: 0.9)")
-    g.add_argument("--weight-decay", type=_fraction, default=0.0, metavar="W", help="default: 0")
-    g.add_argument("--clip-norm", type=positive, metavar="NORM", help="largest norm of the gradient (default: any)")
     g.add_argument(
-        "--accumulate", type=count, default=1, metavar="K", help="batches a step; gradients travel once (default: 1)"
+        "--momentum", type=_fraction, default=0.9, metavar="M", help="factor of the momentum optimizer (default: 0.9)"
+    )
+    g.add_argument("--weight-decay", type=_fraction, default=0.0, metavar="W", help="default: 0")
+    g.add_argument(
+        "--clip-norm", type=positive, metavar="NORM", help="clip the gradient's norm to this (default: no limit)"
+    )
+    g.add_argument(
+        "--accumulate",
+        type=count,
+        default=1,
+        metavar="K",
+        help="batches a step; gradients are summed once (default: 1)",
     )
     g.add_argument(
         "--race", type=count, default=1, metavar="K", help="try the K best plans of the plan's search, keep the fastest"
     )
-    g.add_argument("--seed", type=int, default=0, help="of initial values, order of samples, dropout (default: 0)")
+    g.add_argument("--seed", type=int, default=0, help="for initial values, sample order and dropout (default: 0)")
     g.add_argument(
         "--on-nan",
         choices=("stop", "skip", "ignore"),
         default="stop",
-        help="where the loss is no finite number: stop, leave the step out (a gradient counts, too), or go on; "
-        "default: stop",
+        help="if the loss is not finite: stop, skip the step (also for a gradient that is not finite), or ignore it;",
     )
     g.add_argument("--weights", metavar="FILE.safetensors", help="initial values: the model's state dict")
     _add_how_it_runs(p)
@@ -89,34 +96,38 @@ def _add_how_it_runs(p: Parser) -> None:
     g.add_argument(
         "--local-batch-norm",
         action=argparse.BooleanOptionalAction,
-        help="statistics of each rank's own samples, as DDP has them (default: what the plan was searched with)",
+        help="statistics of each rank's own samples, like DDP (default: as the plan was searched)",
     )
     g.add_argument("--compile", action="store_true", help="torch.compile of what each rank computes by itself")
     g.add_argument(
         "--checkpoint-activations",
         action="store_true",
-        help="recompute all layers that hold less so, whatever the plan says",
+        help="recompute every layer that saves memory by it, whatever the plan says",
     )
     g = p.add_argument_group("checkpoints")
-    g.add_argument("--checkpoint", metavar="DIR", help="save model and optimizer there, at the end at least")
+    g.add_argument("--checkpoint", metavar="DIR", help="save model and optimizer there, at least at the end")
     g.add_argument(
         "--checkpoint-every",
         type=_every,
         metavar="N",
-        help="also every N steps, or auto: as often as failures make it worth it",
+        help="also every N steps, or auto: as often as failures justify",
     )
     g.add_argument(
         "--mtbf", type=_hours, default=24.0, metavar="H", help="hours between failures, for auto (default: 24)"
     )
-    g.add_argument("--resume", action="store_true", help="go on from the last checkpoint in DIR, if there is one")
+    g.add_argument("--resume", action="store_true", help="resume from the last checkpoint in DIR, if there is one")
     g = p.add_argument_group("output")
-    g.add_argument("--compare-single", action="store_true", help="the same steps on one device; exit 1 if they differ")
     g.add_argument(
-        "--compare", action="store_true", help="predicted beside measured times, by layer, and why they differ"
+        "--compare-single", action="store_true", help="take the same steps on one device; exit 1 if they differ"
+    )
+    g.add_argument(
+        "--compare",
+        action="store_true",
+        help="compare predicted and measured times by layer, and explain the differences",
     )
     g.add_argument("--trace", metavar="FILE.json", help="write a Chrome trace of every rank")
-    g.add_argument("--json", action="store_true", help="the result for programs on stdout, the rest on stderr")
-    g.add_argument("--html", metavar="FILE.html", help="write the result as a page that needs no other file, too")
+    g.add_argument("--json", action="store_true", help="write the result as JSON to stdout, everything else to stderr")
+    g.add_argument("--html", metavar="FILE.html", help="also write the result as a self-contained page")
     g.add_argument(
         "--timeout", type=positive, default=30.0, metavar="S", help="seconds to wait for another rank (default: 30)"
     )

@@ -1,6 +1,6 @@
-"""The training loop: the steps of a plan on data, as one device would take them, whatever is minimised.
+"""The training loop: takes the steps of a plan on data, with the numbers of one device, for any objective.
 
-`layerwise.fit` and `python -m layerwise.run` both take these, with a user's loss and with a task's.
+`layerwise.fit` and `python -m layerwise.run` both use it, with a user's loss and with a task's.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ from layerwise.trace import now_s
 from layerwise.train.data import StepSampler
 
 LocalBatch = TypeVar("LocalBatch")
-OPTIMIZERS = {"sgd": 0.1, "momentum": 0.01, "adam": 1e-3, "adamw": 1e-3}  # each with its usual learning rate
-FLUSH_S = 0.5  # about how often losses are gathered, and signals heard of: it costs a message from every rank
-MOST = 10  # steps until then: they may become slow, and torchrun ends by force what SIGTERM has not ended within 30 s
+OPTIMIZERS = {"sgd": 0.1, "momentum": 0.01, "adam": 1e-3, "adamw": 1e-3}  # usual learning rates
+FLUSH_S = 0.5  # about how often losses are gathered and signals checked: it costs a message from every rank
+MOST = 10  # the most steps in between: steps may become slow, and torchrun kills what SIGTERM has not ended within 30 s
 
 
 def until_next(pace_s: float) -> int:
-    """Returns the number of steps until ranks gather again. pace_s: of a step, the same on all, as they must agree."""
+    """Returns the number of steps until ranks gather again. pace_s: seconds of a step, equal on all ranks, as they must
+    agree.
+    """
     return min(max(1, int(FLUSH_S / pace_s)), MOST)
 
 
@@ -43,17 +45,17 @@ class Settings:
     lr: float | None = None  # None: the optimizer's usual one
     momentum: float = 0.9
     weight_decay: float = 0.0
-    clip: float | None = None  # the largest norm that the gradient may have
+    clip: float | None = None  # the largest norm of the gradient
     accumulate: int = 1  # batches a step
 
     def optimizer_text(self) -> str:
-        """`momentum, lr 0.01, momentum 0.9, weight decay 0`: all that `build` depends on."""
+        """Returns `momentum, lr 0.01, momentum 0.9, weight decay 0`: everything that `build` depends on."""
         lr = OPTIMIZERS[self.optimizer] if self.lr is None else self.lr
         momentum = f", momentum {self.momentum:g}" if self.optimizer == "momentum" else ""
         return f"{self.optimizer}, lr {lr:g}{momentum}, weight decay {self.weight_decay:g}"
 
     def build(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer: an element-wise one, so that a rank can step what it holds by itself."""
+        """Returns the optimizer, which is element-wise, so that each rank can step what it holds."""
         lr = OPTIMIZERS[self.optimizer] if self.lr is None else self.lr
         if self.optimizer in ("sgd", "momentum"):
             momentum = self.momentum if self.optimizer == "momentum" else 0.0
@@ -70,12 +72,12 @@ class Step:
     epoch: int  # from 1
     samples: int
     loss: float  # the mean over all its samples
-    seconds: float  # of the slowest rank
+    seconds: float  # on the slowest rank
 
 
 @dataclass(slots=True)
 class _Local:
-    """This rank's side of a step: losses of its batches, each with its weight in the mean over all samples."""
+    """This rank's part of a step: the losses of its batches, each with its weight in the mean over all samples."""
 
     number: int
     samples: int
@@ -83,32 +85,34 @@ class _Local:
     seconds: float
 
     def summary(self) -> tuple[float, float]:
-        """Its loss and its seconds."""
+        """Returns its loss and its seconds."""
         return sum(float(loss) * weight for loss, weight in self.losses), self.seconds
 
 
 class Objective(Protocol[LocalBatch]):
-    """The loss that is minimised, and the samples that it is of."""
+    """The loss to minimize, and its samples."""
 
     @property
     def summed(self) -> bool:
-        """True if the loss is a sum over samples; else it is a mean."""
+        """True if the loss is a sum over samples; otherwise it is a mean."""
 
     def read(self, batches: Sequence[Tensor]) -> Iterator[LocalBatch]:
-        """The part of each of these batches (numbers of samples) that this rank gets, on its device."""
+        """Yields this rank's part of each of these batches (sample indices), on its device."""
 
     def loss(self, local: LocalBatch, batch: int) -> Tensor:
-        """The loss of that; batch: samples of all ranks together. Io sample: of this rank's, else of all of them."""
+        """Returns the loss of a part: with io sample that of this rank's samples, else of all. batch: samples of all
+        ranks.
+        """
 
 
 def sampler(plan: Plan, count: int, accumulate: int = 1, seed: int = 0) -> StepSampler:
-    """The steps of a plan on `count` samples. A batch that is too short to be cut as planned is left out."""
+    """Returns the steps of a plan on `count` samples. A batch that is too short to be split as planned is dropped."""
     return StepSampler(count, plan.batch, accumulate, min(least(plan), plan.batch), seed)
 
 
 def least(plan: Plan) -> int:
-    """Samples that a batch must have for every rank to have a part of every layer that is split by samples."""
-    if plan.io == "boxes":  # which are of the plan's batch
+    """Returns how many samples a batch needs so that every rank has a part of every layer that is split by samples."""
+    if plan.io == "boxes":  # these need the plan's batch
         return plan.batch
     samples = max((dict(config.degrees).get("n", 1) for config in plan.strategy.values()), default=1)
     return max(samples, plan.gpus) if plan.io == "sample" else samples
@@ -122,18 +126,18 @@ class Trainer(Generic[LocalBatch]):
     objective: Objective[LocalBatch]
     sampler: StepSampler
     optimizer: torch.optim.Optimizer
-    clip: float | None = None  # the largest norm that the gradient may have
-    sent: Counter[TrafficKind] = field(default_factory=Counter)  # bytes that this rank sent in the full steps
-    full: int = 0  # steps whose batches were all of the plan's size
-    skip: bool = False  # no step is taken with a loss or a gradient that is no finite number
-    skipped: list[int] = field(default_factory=list)  # the numbers of such steps, from 1
-    done: int = 0  # steps that have been taken, those before a resumption included
-    pace_s: float = 0.0  # of a step, reading and saving included, on the slowest rank, since losses were gathered
+    clip: float | None = None  # the largest norm of the gradient
+    sent: Counter[TrafficKind] = field(default_factory=Counter)  # bytes that this rank sent in steps of full batches
+    full: int = 0  # number of steps whose batches all had the plan's size
+    skip: bool = False  # whether to skip steps whose loss or gradient is not finite
+    skipped: list[int] = field(default_factory=list)  # the numbers of skipped steps, from 1
+    done: int = 0  # steps taken, including those before a resumption
+    pace_s: float = 0.0  # of a step on the slowest rank, including reading and saving, since losses were last gathered
 
     def run(self, steps: int, first: int = 0, after: Callable[[int], None] | None = None) -> Iterator[Step]:
-        """Takes steps `first` to `steps`; yields each when its loss has been gathered, some time later, in order.
+        """Takes steps `first` to `steps`; yields each, in order, once its loss has been gathered, some time later.
 
-        `after` is called after every step, with the number of steps done. Every rank must exhaust this alike.
+        `after` is called after every step with the number of steps done. Every rank must exhaust this in the same way.
         """
         waiting: list[_Local] = []
         flush, began = first + 1, time.perf_counter()
@@ -149,7 +153,7 @@ class Trainer(Generic[LocalBatch]):
                 waiting = []
 
     def _read(self, first: int, steps: int) -> Iterator[tuple[int, list[tuple[int, LocalBatch]]]]:
-        """The batches of each step: how many samples all ranks have of one, and this rank's part of it."""
+        """Yields each step's batches: the samples of all ranks in a batch, and this rank's part of it."""
         each = self.sampler.per_epoch
         while first < steps:
             epoch, done = divmod(first, each)
@@ -187,7 +191,7 @@ class Trainer(Generic[LocalBatch]):
         return _Local(number, samples, losses, seconds)
 
     def _finite(self, losses: Sequence[Tensor]) -> bool:
-        """True if these and all gradients are finite numbers on all ranks."""
+        """True if these losses and all gradients are finite on all ranks."""
         parameters = (p for group in self.optimizer.param_groups for p in group["params"])
         gradients = [local_tensor(p.grad) for p in parameters if p.grad is not None]
         values = [g.coalesce().values() if g.is_sparse else g for g in gradients]
@@ -195,11 +199,11 @@ class Trainer(Generic[LocalBatch]):
         return all(of(self.module).comm.all_gather_object(all(bool(value.isfinite()) for value in (*losses, largest))))
 
     def _weight(self, part: int, total: int) -> float:
-        """The weight of some samples' loss in that of all; a loss that is a sum needs none."""
+        """Returns the weight of some samples' loss in that of all; 1 for a loss that is a sum."""
         return 1.0 if self.objective.summed else part / total
 
     def _gather(self, waiting: list[_Local], pace_s: float) -> list[Step]:
-        """Every rank's losses and times, in one round of messages."""
+        """Returns the steps with every rank's losses and times, gathered in one round of messages."""
         module = self.module
         row = [pace_s, [local.summary() for local in waiting]]
         paces, summaries = zip(*of(module).comm.all_gather_object(row), strict=True)

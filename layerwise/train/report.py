@@ -1,4 +1,4 @@
-"""The report of a run: its beginning, a line or a bar for its steps, its end; and the same for programs."""
+"""The report of a run: its beginning, a line or a progress bar for its steps, and its end; also as JSON values."""
 
 from __future__ import annotations
 
@@ -28,39 +28,39 @@ class Result:
 
     plan: Plan
     steps: list[Step]
-    first: int  # steps done before, by the run that was resumed
-    score: Score | None  # on the held-out samples; None where that is not defined
-    classes: Sequence[str]  # of which the Dice is told
-    sent: Mapping[TrafficKind, float] | None  # bytes a step, of all ranks together; None where there was no whole step
-    planned: Mapping[TrafficKind, float | None]  # the same as `ParallelModule.predicted_bytes` has it
+    first: int  # steps done by the run that was resumed
+    score: Score | None  # on the held-out samples; None if it is not defined
+    classes: Sequence[str]  # whose Dice is reported
+    sent: Mapping[TrafficKind, float] | None  # bytes a step, of all ranks; None without a full step
+    planned: Mapping[TrafficKind, float | None]  # the same from `ParallelModule.predicted_bytes`
     compare: Difference | None
-    held_out_loss: float | None = None  # the model's own, the mean of held-out batches; None where it has none
-    resident_bytes: int | None = None  # of the host's memory, the most that any rank has had, PyTorch included
+    held_out_loss: float | None = None  # of the model's own loss over held-out batches, or None
+    resident_bytes: int | None = None  # the peak host memory of any rank, PyTorch included
 
     @property
     def step_time_s(self) -> float | None:
-        """The median of the steps' times, in seconds."""
+        """Returns the median of the steps' times, in seconds."""
         return median(step.seconds for step in self.steps) if self.steps else None
 
     @property
     def accuracy(self) -> float | None:
-        """The part of the held-out samples, or of their positions, that is predicted right."""
+        """Returns the fraction of the held-out samples, or of their positions, that is predicted right."""
         return None if self.score is None else self.score.accuracy
 
     @property
     def dice(self) -> dict[str, float | None] | None:
-        """The Dice score by class, of those that have names; None of a class that is nowhere."""
+        """Returns the Dice score of each named class; None for a class that does not occur."""
         if self.score is None or not self.classes:
             return None
         return dict(zip(self.classes, self.score.dice, strict=False))
 
     @property
     def predicted(self) -> dict[TrafficKind, float | None]:
-        """The bytes that the plan predicts, to compare with `sent`."""
+        """Returns the bytes that the plan predicts, to compare with `sent`."""
         return {k: None if (each := self.planned[k]) is None else _integer(each) for k in KINDS}
 
     def as_dict(self) -> dict[str, object]:
-        """Returns the result for programs. What is not a number is null, as JSON has it."""
+        """Returns the result as JSON values; nan and infinity become null."""
         compare = None if self.compare is None else {k: _finite(v) for k, v in self.compare.as_dict().items()}
         return {
             "model": self.plan.model,
@@ -80,7 +80,7 @@ class Result:
 
 
 def beginning(plan: Plan, *, data: str, training: str) -> Table:
-    """The lines on what will be run."""
+    """Returns a table of what will run."""
     predicted = plan.predicted
     ranks, batch = f"{plan.gpus} rank{'s' * (plan.gpus > 1)}", samples(plan.batch)
     rows = [("plan", f"{plan.model} on {ranks}, {batch} a batch, io {plan.io}")]
@@ -95,7 +95,7 @@ def beginning(plan: Plan, *, data: str, training: str) -> Table:
 
 
 def ending(result: Result, allowed: float, dtype: str) -> Table:
-    """The table of the result."""
+    """Returns the table of the result."""
     return facts(_ending(result, allowed, dtype))
 
 
@@ -106,12 +106,12 @@ def _ending(result: Result, allowed: float, dtype: str) -> Iterator[tuple[str, s
         rate = sum(step.samples for step in steps) / max(sum(step.seconds for step in steps), 1e-9)
         yield "step time", f"{units(seconds, 's')} (median), {rate_text(rate)}"
     if result.resident_bytes is not None:
-        yield "host memory", f"{units(result.resident_bytes, 'B')} at most of any rank, PyTorch itself included"
+        yield "host memory", f"{units(result.resident_bytes, 'B')} at most on any rank, PyTorch included"
     if result.accuracy is not None:
         yield "accuracy", f"{result.accuracy:.2%} of the held-out samples"
     if result.dice is not None:
         each = (f"{name} {'nowhere' if dice is None else f'{dice:.3f}'}" for name, dice in result.dice.items())
-        yield "Dice", f"{', '.join(each)} of what is held out"
+        yield "Dice", f"{', '.join(each)} on the held-out samples"
     if result.held_out_loss is not None:
         yield "held-out loss", f"{result.held_out_loss:.6g}"
     if result.sent is not None:
@@ -124,14 +124,14 @@ def _ending(result: Result, allowed: float, dtype: str) -> Iterator[tuple[str, s
         for name, value in result.compare.as_dict().items():
             where = f", {result.compare.worst[name]}" if value and result.compare.worst.get(name, name) != name else ""
             verdict = f" — more than {allowed:.0e}, which {dtype} allows" if name in beyond else ""
-            if verdict and dtype != "float64":  # Adam makes a step of a gradient that is rounding alone
-                verdict += "; --dtype float64 tells rounding from a fault"
+            if verdict and dtype != "float64":  # Adam makes a full step even from a gradient that is only rounding
+                verdict += "; --dtype float64 tells rounding from an error"
             yield f"{name} off by", f"{value:.2e} of one device's{where}{verdict}"
 
 
 @contextmanager
 def steps_shown(out: Console, steps: int, first: int) -> Iterator[Callable[[Step], None]]:
-    """A bar with loss and throughput on a terminal, else a line a step."""
+    """Yields a function that shows a step: in a progress bar with loss and throughput on a terminal, else as a line."""
     if not out.is_terminal:
         yield lambda step: out.print(line(step, steps), soft_wrap=True)
         return
@@ -154,12 +154,12 @@ def line(step: Step, steps: int) -> str:
 
 
 def rate_text(samples_per_s: float) -> str:
-    """`983 samples/s`; less than ten with two digits, for a volume takes seconds."""
+    """Returns `983 samples/s`; below ten with two digits, as a volume takes seconds."""
     return f"{samples_per_s:,.0f} samples/s" if samples_per_s >= 10 else f"{samples_per_s:.2g} samples/s"
 
 
 def _integer(number: float) -> float:
-    """An int where it is one."""
+    """Returns an int if the number is one."""
     return int(number) if float(number).is_integer() else number
 
 

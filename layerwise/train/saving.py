@@ -1,4 +1,4 @@
-"""When a run saves: every so many steps, as often as failures make it worth it, and when it is asked to."""
+"""Decides when a run saves: every so many steps, as often as failures justify, and on request."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Literal
 from layerwise.checkpoint import SaveSignals, Writing
 from layerwise.comm.base import Comm
 
-LOOK_S = 1.0  # ranks ask each other at least so often whether a checkpoint is written
+LOOK_S = 1.0  # the longest between two checks by the ranks whether a checkpoint is written
 DAY_S = 86_400.0
 Every = int | Literal["auto"] | None
 
 
 def interval_s(cost_s: float, mtbf_s: float) -> float:
-    """The time between two checkpoints that loses least, of saving and of what is done again after a failure.
+    """Returns the time between two checkpoints that loses least: for saving, and for repeated work after failures.
 
     Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, FGCS 22 (2006), equation 37.
 
@@ -37,16 +37,16 @@ def interval_s(cost_s: float, mtbf_s: float) -> float:
 
 @dataclass
 class Saving:
-    """The steps after which a run's state is saved, the same on all ranks.
+    """Decides after which steps a run's state is saved, the same on all ranks.
 
     Attributes:
         comm: The ranks.
         begin: Begins to save, after so many steps; None: there is nothing to save.
-        every: Steps from one checkpoint to the next; "auto": `interval_s` of what saving takes; None: none.
+        every: Steps between checkpoints; "auto": `interval_s` of the time that saving takes; None: never.
         mtbf_s: Mean seconds between failures of the job, for "auto".
         step_s: Seconds of a step, the same on all ranks; None: not known yet.
-        signals: What asks for a checkpoint.
-        stopped: Whether SIGTERM has, so that the training ends.
+        signals: Signals that ask for a checkpoint.
+        stopped: Whether SIGTERM has arrived, so that the training ends.
     """
 
     comm: Comm
@@ -58,14 +58,14 @@ class Saving:
     stopped: bool = False
     _next: int = 0
     _writing: Writing | None = None
-    _begun: int = 0  # after how many steps
-    _look: int = 0  # after so many steps the ranks ask each other whether it is written
+    _begun: int = 0  # the step after which saving began
+    _look: int = 0  # the step after which ranks ask each other whether it is written
 
     def __post_init__(self) -> None:
         self.signals = SaveSignals(self.comm)
 
     def after(self, done: int) -> None:
-        """Saves after this step, where it is time; completes what has been written meanwhile."""
+        """Saves after this step, if it is time; completes what has been written meanwhile."""
         if self._writing is not None and done >= self._look:
             if all(self.comm.all_gather_object(self._writing.written())):
                 self.finish()
@@ -82,18 +82,20 @@ class Saving:
             self.save(done)
 
     def save(self, done: int) -> None:
-        """Begins to save, once what is being written is complete."""
+        """Begins to save, once the checkpoint being written is complete."""
         self.finish()
         self._writing, self._begun, self._look = self.begin(done), done, done + 1
 
     def finish(self) -> None:
-        """Completes what is being written."""
+        """Completes the checkpoint being written."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.finish()
 
     def asked(self, done: int) -> bool:
-        """Saves where a signal has asked for it, all of it: who asks may end the job next. True: the training ends."""
+        """Saves completely if a signal has asked for it, as its sender may end the job next. True:
+        the training ends.
+        """
         number = self.signals.received()
         if number is not None:
             self.save(done)

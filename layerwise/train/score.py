@@ -1,4 +1,4 @@
-"""TaskObjective: the loss of a task's batches; Score: of what was held out. No output leaves the rank that has it."""
+"""TaskObjective: the loss of a task's batches; Score: of held-out samples. Outputs never leave their rank."""
 
 from __future__ import annotations
 
@@ -24,32 +24,33 @@ from layerwise.train.data import Data
 from layerwise.train.sources import Batch, NumberedSamples, read
 from layerwise.train.task import TrainingTask, task
 
-Fed = tuple[tuple[Tensor, ...], Tensor | None]  # what the module is called with; the target of the loss left to take
+# the module's arguments; the target, if the loss is still to be computed
+Fed = tuple[tuple[Tensor, ...], Tensor | None]
 
 
 def cross_entropy(out: Tensor, target: Tensor) -> Tensor:
-    """The mean over samples and positions, in float32 at least; dimension 1 is the classes."""
+    """Returns the mean over samples and positions, at least in float32; dimension 1 is the classes."""
     wide = out.float() if out.dtype in (torch.bfloat16, torch.float16) else out
     return nn.functional.cross_entropy(wide, target)
 
 
 @dataclass(frozen=True, slots=True)
 class TaskObjective:
-    """The network's own loss, or the cross-entropy of its outputs, of some samples."""
+    """The network's own loss, or the cross-entropy of its outputs, for some samples."""
 
     module: ParallelModule
     task: TrainingTask
     samples: NumberedSamples
 
     def __post_init__(self) -> None:
-        """LayerwiseError where some rank's box of the output has not all classes, so that no loss is taken of it."""
+        """Raises LayerwiseError if a rank's box of the output lacks some classes, so that it has no loss."""
         if of(self.module).plan.io != "boxes" or self.task.has_loss:
             return
         shape = of(self.module).layer_graph.layers[-1].specs[0].shape
         if any(box is not None and box.shape[1] != shape[1] for box in of(self.module).rank_schedule.sinks[0]):
             raise LayerwiseError(
-                f"the plan splits dimension 1 of the output, of which the loss needs all {shape[1]}: end the model in "
-                "its loss (--loss ce), or search with --io free"
+                f"the plan splits dimension 1 of the output, but the loss needs all {shape[1]} classes together: end "
+                "the model in its loss (--loss ce), or search with --io free"
             )
 
     @property
@@ -58,7 +59,7 @@ class TaskObjective:
         return self.task.loss is not None and self.task.loss.reduction == "sum"
 
     def read(self, batches: Sequence[Tensor]) -> Iterator[Fed]:
-        """This rank's samples of each batch, or its boxes of it."""
+        """Yields this rank's samples of each batch, or its boxes of it."""
         module = self.module
         for numbers in batches:
             inputs_read, target = full_or_boxes(
@@ -68,13 +69,15 @@ class TaskObjective:
             yield tuple(x.to(of(module).device) for x in inputs), None if left is None else left.to(of(module).device)
 
     def loss(self, local: Fed, batch: int) -> Tensor:
-        """LayerwiseError where the network refuses a batch of this size."""
+        """Returns the loss. Raises LayerwiseError if the network does not accept a batch of this size."""
         try:
             return self._loss(*local, batch)
         except LayerwiseError:
             raise
-        except ValueError as error:  # PyTorch's own, where the model runs as it is written: batch norm of one value
-            raise LayerwiseError(f"the model refuses a batch of {batch}: {' '.join(str(error).split())}") from error
+        except ValueError as error:  # raised by PyTorch when the model itself runs: batch norm of one value
+            raise LayerwiseError(
+                f"the model does not accept a batch of {batch}: {' '.join(str(error).split())}"
+            ) from error
 
     def _loss(self, inputs: tuple[Tensor, ...], target: Tensor | None, batch: int) -> Tensor:
         outputs = tensors(self.module(*inputs, batch=batch))
@@ -85,30 +88,32 @@ class TaskObjective:
         return torch.stack([cross_entropy(out, target) for out in outputs]).sum()
 
     def _loss_of_boxes(self, out: Tensor, target: Tensor) -> Tensor:
-        """The mean over the positions of all ranks' boxes of the output, on every rank."""
+        """Returns the mean over the positions of all ranks' boxes of the output, on every rank."""
         module = self.module
         total = prod(of(module).layer_graph.layers[-1].specs[0].shape)
         local = cross_entropy(out, target) * (out.numel() / total) if out.numel() else out.sum()
-        # One type on all ranks: those without a box do not know what the loss makes of 16 bits.
+        # All ranks need one type, and those without a box do not know the loss's type for 16 bits.
         return sum_of_losses(local.to(torch.promote_types(of(module).dtype, torch.float32)), of(module).comm)
 
 
 @contextmanager
 def evaluating(module: ParallelModule) -> Iterator[None]:
-    """Returns a context in which all of the module is in evaluation mode and makes no gradients."""
+    """Returns a context in which all of the module is in evaluation mode, without gradients."""
     training, modes = module.training, [(m, m.training) for m in module.modules()]
     module.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        module.train(training)  # by the model's own method, which may do more than set modes
+        module.train(training)  # the model's own method may do more than set modes
         for m, mode in modes:
             m.training = mode
 
 
 def filled_batches(module: ParallelModule, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """This rank's samples of each batch of `count`, and which of them count: the last is filled up with sample 0."""
+    """Yields this rank's samples of each batch of `count`, and which of them count: the last is
+    padded with sample 0.
+    """
     size = of(module).plan.batch
     for first in range(0, count, size):
         numbers = torch.arange(first, first + size)[of(module).share(size)]
@@ -116,7 +121,7 @@ def filled_batches(module: ParallelModule, count: int) -> Iterator[tuple[Tensor,
 
 
 def full_or_boxes(module: ParallelModule, task: TrainingTask, samples: NumberedSamples, numbers: Tensor) -> Batch:
-    """Reads what this rank needs of the samples that it shares in (`ParallelModule.share`): all, or its boxes."""
+    """Reads what this rank needs of the samples that it shares in (`ParallelModule.share`): all of it, or its boxes."""
     if of(module).plan.io != "boxes":
         return samples.batch(numbers)
     boxes = list(of(module).read_boxes().values())
@@ -128,41 +133,41 @@ def full_or_boxes(module: ParallelModule, task: TrainingTask, samples: NumberedS
 
 
 def target_box(module: ParallelModule) -> Box:
-    """The part of a target of classes that belongs to this rank's box of the output; nothing where it has none."""
+    """Returns this rank's box of a target of classes, by its box of the output; empty if it has none."""
     (box,) = of(module).output_boxes()
     return without_classes(box or Box.full((0,) * len(of(module).layer_graph.layers[-1].specs[0].shape)))
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Samples, or positions of them, by class: (classes,) each."""
+    """Counts of samples, or of their positions, by class: (classes,) each."""
 
-    correct: Tensor  # that are of the class, and predicted to be
-    actual: Tensor  # that are of the class
-    predicted: Tensor  # that are predicted to be
+    correct: Tensor  # of the class, and predicted as it
+    actual: Tensor  # of the class
+    predicted: Tensor  # predicted as the class
 
     @property
     def accuracy(self) -> float:
-        """The part of all that is predicted right."""
+        """Returns the fraction that is predicted right."""
         return int(self.correct.sum()) / int(self.actual.sum())
 
     @property
     def dice(self) -> tuple[float | None, ...]:
-        """The Dice score of each class over all that was held out; None of one that neither is there nor predicted."""
+        """Returns each class's Dice score over all held-out samples; None if it neither occurs nor is predicted."""
         both = (self.actual + self.predicted).tolist()
         return tuple(2 * correct / of if of else None for correct, of in zip(self.correct.tolist(), both, strict=True))
 
 
 def evaluate(module: ParallelModule, data: Data) -> Score | None:
-    """The score of held-out samples; None where there are none, or the model returns its loss and no prediction.
+    """Returns the score of held-out samples; None if there are none, or the model returns only its loss.
 
-    The last batch is filled up to the plan's size with samples that do not count. Every rank calls this.
+    The last batch is padded to the plan's size with samples that do not count. Every rank must call this.
     """
     training_task, held_out = data.task, data.held_out
     if held_out is None or training_task.has_loss:
         return None
     counts = torch.zeros(3, training_task.classes, dtype=torch.float64, device=of(module).device)
-    gathered = of(module).plan.io == "free"  # then every rank has all of it
+    gathered = of(module).plan.io == "free"  # every rank then has the full output
     with evaluating(module):
         for numbers, real in filled_batches(module, held_out.count):
             inputs_read, target = full_or_boxes(module, training_task, held_out, numbers)
@@ -178,7 +183,7 @@ def evaluate(module: ParallelModule, data: Data) -> Score | None:
 
 
 def held_out_loss(module: ParallelModule, data: Data) -> float | None:
-    """The mean of the model's own loss over held-out batches; None where it has none, or no batch is held out."""
+    """Returns the mean of the model's own loss over held-out batches; None without such a loss or batch."""
     training_task, held_out, size = data.task, data.held_out, of(module).plan.batch
     if held_out is None or not training_task.has_loss or held_out.count < size:
         return None
@@ -194,9 +199,10 @@ def held_out_loss(module: ParallelModule, data: Data) -> float | None:
 
 
 def predicting(module: ParallelModule, data: Data) -> tuple[ParallelModule, Data] | None:
-    """A network that has its loss by name (`unet3d:64+dice`) without it, as it is trained and split; and its data.
+    """Returns a network with a named loss (`unet3d:64+dice`) without that loss, as it is trained and split, and its
+    data.
 
-    None where the network is another. Every rank calls this.
+    Returns None for other networks. Every rank must call this.
     """
     plan, (model, loss) = of(module).plan, parted(of(module).plan.model)
     if loss is None:
@@ -208,24 +214,24 @@ def predicting(module: ParallelModule, data: Data) -> tuple[ParallelModule, Data
         strategy[name] = _of_all_classes(strategy[name])
     without = replace(plan, model=model, digest=graph.digest, strategy=strategy, predicted={}, predicted_layers={})
     if plan.io == "free":
-        without = replace(without, io="boxes")  # with which outputs stay where they are
+        without = replace(without, io="boxes")  # outputs then stay where they are
     predictor = build_module(without, network, of(module).comm, replace(of(module).runtime_options, compile=None))
     predictor.load_state_dict(of(module).full_state_dict())
     return predictor, replace(data, task=task(graph))
 
 
 def _of_all_classes(config: Config) -> Config:
-    """A prediction's class follows from all of them."""
+    """Returns the config with classes unsplit, as a predicted class depends on all of them."""
     return replace(config, degrees=tuple((label, d) for label, d in config.degrees if label not in ("c", "k")))
 
 
 def _target_samples(module: ParallelModule) -> slice:
-    """The samples, of those that this rank shares in, that its target is of."""
+    """Returns, among the samples that this rank shares in, those of its target."""
     return target_box(module).slices()[0] if of(module).plan.io == "boxes" else slice(None)
 
 
 def _counted(out: Tensor, target: Tensor, training_task: TrainingTask) -> Tensor:
-    """(3, classes): right, wanted and found ones. A target of -1 does not count."""
+    """Returns (3, classes): counts of right, actual and predicted ones. A target of -1 does not count."""
     if not target.numel():
         return torch.zeros(3, training_task.classes, dtype=torch.float64, device=out.device)
     counts = target >= 0

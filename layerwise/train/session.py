@@ -1,4 +1,4 @@
-"""Session: one run of the command line, from loading the plan's network to what came of it, and the memory it took."""
+"""Session: one run of the command, from loading the plan's network to its result and the memory it took."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ OnNan = Literal["stop", "skip", "ignore"]
 
 
 class Session:
-    """Every rank makes one, with the same arguments, and calls the same methods in one order: resume, train, finish."""
+    """One run. Every rank makes one with the same arguments, and calls the same methods in order: resume, train,
+    finish.
+    """
 
     def __init__(
         self,
@@ -72,8 +74,8 @@ class Session:
         task = self.data.task
         if plan.io == "boxes" and not task.has_loss and (len(task.predictions) > 1 or task.positions > 1):
             raise LayerwiseError(
-                f"the plan has io 'boxes', where no rank has whole outputs, and {plan.model} has neither a loss of its "
-                "own nor one output (samples, classes, ...): end the model in a loss, or search with --io free"
+                f"the plan has io 'boxes', so no rank has full outputs, but {plan.model} has neither its own loss nor "
+                "a single output (samples, classes, ...): end the model in a loss, or search with --io free"
             )
         self.trainer = self._trainer(comm, network)
         self.module = self.trainer.module
@@ -82,7 +84,7 @@ class Session:
         self._single = alone(comm, lambda: self._trainer(SoloComm(comm.device), network)) if compare else None
 
     def _trainer(self, comm: Comm, network: Network) -> Trainer[Fed]:
-        """A module on this network of ranks, at the beginning of its training."""
+        """Returns a new trainer for this network, at the beginning of its training."""
         module = build_module(
             self.plan,
             network,
@@ -95,7 +97,7 @@ class Session:
         return Trainer(module, objective, self.sampler, optimizer, self.settings.clip, skip=skip)
 
     def _facts(self) -> dict[str, str | int]:
-        """The facts that must be the same where a checkpoint is gone on from."""
+        """Returns the facts that must be the same to resume a checkpoint."""
         return {
             "data": self.data.name,
             "samples a step": self.sampler.batch * self.sampler.accumulate,
@@ -104,7 +106,9 @@ class Session:
         }
 
     def resume(self) -> Path | None:
-        """Goes on from the last checkpoint; None where there is none. LayerwiseError if it was another training."""
+        """Resumes the last checkpoint; returns None if there is none. Raises LayerwiseError if it is of another
+        training.
+        """
         assert self.folder is not None
         otherwise = ", or start anew with --weights from layerwise export"
         resumed = checkpoint.resume(self.folder, self.module, self.trainer.optimizer, self._facts(), otherwise)
@@ -118,13 +122,14 @@ class Session:
         each = progress.get(PER_EPOCH, here)
         if each != here and self.first >= min(each, here):
             raise LayerwiseError(
-                f"checkpoint {str(path)!r} was trained with {each} steps an epoch, here there are {here}, as the last "
-                f"samples of an epoch are too few to be cut by one of the plans: go on with as many ranks{otherwise}"
+                f"checkpoint {str(path)!r} was trained with {each} steps an epoch, but here there are {here}, as the "
+                "last samples of an epoch are too few for one of the plans: resume with the same number of "
+                f"ranks{otherwise}"
             )
         return path
 
     def train(self, steps: int) -> Iterator[Step]:
-        """Yields each step up to the `steps`-th when its loss is known; ends early where `saving.stopped`."""
+        """Yields each step up to the `steps`-th once its loss is known; ends early if `saving.stopped`."""
         with self.saving.signals.taken(stop=self.folder is not None):
             for step in self.trainer.run(steps, self.first, self.saving.after):
                 if self.on_nan == "stop" and not isfinite(step.loss):
@@ -151,18 +156,20 @@ class Session:
 
     @property
     def latest(self) -> Path | None:
-        """The newest checkpoint; None where there is none."""
+        """Returns the newest checkpoint, or None."""
         return None if self.folder is None else checkpoint.latest(self.folder)
 
     def _stop(self, done: int, why: str) -> NoReturn:
-        """LayerwiseError, the same on all ranks."""
+        """Raises LayerwiseError, the same on all ranks."""
         self.saving.finish()
         last = f"the last checkpoint is {self.latest}" if self.latest is not None else "there is no checkpoint"
         raise LayerwiseError(f"after step {done} {why}: stopped; {last}; try a smaller --lr, or --on-nan ignore")
 
     def finish(self) -> Result:
-        """Accuracy, bytes, comparison, trace; the same on every rank, but for the comparison, which is rank 0's."""
-        resident = max(self.comm.all_gather_object(peak_resident_bytes()))  # before the comparison's
+        """Returns accuracy, bytes, comparison and trace: the same on every rank, except the comparison, which rank 0
+        has.
+        """
+        resident = max(self.comm.all_gather_object(peak_resident_bytes()))  # before the comparison's memory
         trace, of(self.module).trace = of(self.module).trace, None
         if trace is not None and self._trace_to is not None:
             trace.write(self._trace_to, self.comm)
@@ -177,13 +184,13 @@ class Session:
         )
 
     def _sent(self) -> dict[TrafficKind, float] | None:
-        """Bytes a whole step, of all ranks together."""
+        """Returns the bytes of a full step, of all ranks together."""
         ranks = self.comm.all_gather_object(self.trainer.sent)
         full = self.trainer.full
         return {kind: sum(rank.get(kind, 0) for rank in ranks) / full for kind in KINDS} if full else None
 
     def _difference(self, planned: FinalState) -> Difference:
-        """Takes the same steps on one device. On rank 0."""
+        """Takes the same steps on one device, on rank 0."""
         assert self._single is not None
         losses = [step.loss for step in self._single.run(self.first + len(self.steps), self.first)]
         module = self._single.module
@@ -197,7 +204,7 @@ class Session:
         text = f"{self.data.name}: {self.data.train.count:,} samples to train on"
         text += "" if held_out is None else f", {held_out.count:,} held out"
         left = self.sampler.left_out
-        return text + (f"; the last {left} of an epoch are left out, too few for the plan's cuts" if left else "")
+        return text + (f"; the last {left} of an epoch are dropped, as they are too few for the plan" if left else "")
 
     def training_text(self, steps: int) -> str:
         """`170 steps (2 epochs of 85), sgd, float32 on cpu`."""
@@ -209,33 +216,33 @@ class Session:
         )
 
     def notes(self) -> list[str]:
-        """Notes on what was written, and on what the user should know."""
+        """Returns notes on what was written, and on what the user should know."""
         notes = []
         if self.folder is not None and self.steps:
             notes.append(f"checkpoint written to {self.latest}")
         if self._trace_to is not None:
             notes.append(f"trace written to {self._trace_to}: open it in ui.perfetto.dev")
         if not self.steps:
-            notes.append(f"nothing to do: the checkpoint has {self.first} steps already")
+            notes.append(f"nothing to do: the checkpoint already has {self.first} steps")
         if any(not abs(step.loss) < float("inf") for step in self.steps):
-            notes.append("the loss is no finite number any more: try a smaller --lr")
+            notes.append("the loss is no longer finite: try a smaller --lr")
         if skipped := self.trainer.skipped:
             more = f" and {len(skipped) - 8} more" if len(skipped) > 8 else ""
-            notes.append(f"left out (--on-nan skip): step {', '.join(map(str, skipped[:8]))}{more}")
+            notes.append(f"skipped (--on-nan skip): step {', '.join(map(str, skipped[:8]))}{more}")
         return notes
 
 
-ON_CPU = "DefaultCPUAllocator"  # torch's error there is a plain RuntimeError that names it
+ON_CPU = "DefaultCPUAllocator"  # torch's error on a CPU is a RuntimeError that names this
 
 
 def peak_resident_bytes() -> int:
-    """The most memory of the host that this process has had so far, PyTorch itself included."""
+    """Returns the peak host memory of this process so far, PyTorch included."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 @contextmanager
 def enough_memory(plan: Plan, rank: int) -> Iterator[None]:
-    """torch's errors of too little memory become a LayerwiseError."""
+    """A context that turns torch's out-of-memory errors into a LayerwiseError."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -244,6 +251,6 @@ def enough_memory(plan: Plan, rank: int) -> Iterator[None]:
         predicted = plan.predicted.get("memory_bytes")
         need = "" if predicted is None else f" (the plan predicts {predicted / 1e9:.3g} GB, beside PyTorch itself)"
         raise LayerwiseError(
-            f"rank {rank} ran out of memory{need}: search for more GPUs, a smaller batch or other --dims, or give "
+            f"rank {rank} ran out of memory{need}: search for more GPUs, a smaller batch or other --dims, or use "
             f"--checkpoint-activations; {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         ) from error

@@ -1,4 +1,4 @@
-"""Sources of samples: random numbers by position, tensors and data sets of the user's, subsets of them."""
+"""Sources of samples: random numbers by position, a user's tensors and data sets, and subsets of them."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ Batch = tuple[tuple[Tensor, ...], Tensor]  # the model's inputs without the targ
 
 
 class NumberedSamples(Protocol):
-    """Numbered samples. What a number gives never depends on who else asks for what."""
+    """Numbered samples. A sample depends only on its number."""
 
     @property
     def count(self) -> int:
         """The number of samples."""
 
     def batch(self, numbers: Tensor) -> Batch:
-        """These samples, first dimension (len(numbers),), on the CPU."""
+        """Returns these samples, with first dimension (len(numbers),), on the CPU."""
 
 
 @runtime_checkable
 class Boxed(Protocol):
-    """Samples of which boxes can be read."""
+    """Samples that can be read by box."""
 
     def boxes(self, numbers: Tensor, *boxes: Box) -> Batch:
-        """Reads a box of each input of the batch that these samples are, then one of its target."""
+        """Reads a box of each input of the batch of these samples, then one of its target."""
 
 
 def read(samples: NumberedSamples, numbers: Tensor, *boxes: Box) -> Batch:
-    """Boxes of the batch that these samples are: those of the inputs, then that of the target."""
+    """Returns boxes of the batch of these samples: those of the inputs, then that of the target."""
     if isinstance(samples, Boxed):
         return samples.boxes(numbers, *boxes)
     inputs, target = samples.batch(numbers)
@@ -62,7 +62,7 @@ class Subset:
 
 @dataclass(frozen=True, slots=True)
 class Synthetic:
-    """Random inputs and targets: sample i is a function of (seed, i) alone."""
+    """Random inputs and targets: sample i depends only on (seed, i)."""
 
     task: TrainingTask
     count: int
@@ -92,7 +92,7 @@ def _kind(model_input: ModelInput) -> str:
 
 
 def _drawn(seed: int, kind: str, shape: tuple[int, ...], values: int) -> Tensor:
-    """One sample: standard normal, in [0, 1), or integers below `values`."""
+    """Returns one sample: standard normal, uniform in [0, 1), or integers below `values`."""
     box = Box.full(shape)
     if kind == "float":
         return normal(seed, box, shape)
@@ -102,7 +102,7 @@ def _drawn(seed: int, kind: str, shape: tuple[int, ...], values: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class CheckedTensors:
-    """Whole tensors, checked against the task when they are given."""
+    """Full tensors, checked against the task at once."""
 
     inputs: tuple[Tensor, ...]
     target: Tensor
@@ -117,7 +117,7 @@ class CheckedTensors:
 
 @dataclass(frozen=True, slots=True)
 class CheckedDataset:
-    """A map-style dataset of (input, target) or ((input, ...), target), checked against the task as they come."""
+    """A map-style dataset of (input, target) or ((input, ...), target), whose items are checked as they come."""
 
     items: Any
     task: TrainingTask
@@ -132,7 +132,7 @@ class CheckedDataset:
         for number in numbers.tolist():
             try:
                 item = self.items[number]
-            except Exception as error:  # the user's own code: a file that is missing or truncated
+            except Exception as error:  # the user's own code, e.g. a file that is missing or truncated
                 message = f"{self.where}: item {number} raised {type(error).__name__}: {' '.join(str(error).split())}"
                 raise LayerwiseError(message) from error
             if not isinstance(item, Sequence) or isinstance(item, str) or len(item) != 2:
@@ -140,13 +140,13 @@ class CheckedDataset:
             inputs = tuple(item[0]) if isinstance(item[0], tuple | list) else (item[0],)
             columns.append(tuple(torch.as_tensor(x) for x in (*inputs, item[1])))
         if len({tuple(x.shape for x in row) for row in columns}) > 1:
-            raise LayerwiseError(f"{self.where}: its items have different shapes; one batch must be one tensor")
+            raise LayerwiseError(f"{self.where}: its items have different shapes, but a batch must be one tensor")
         *stacked, target = (torch.stack(column) for column in zip(*columns, strict=True))
         return checked(self.task, tuple(stacked), target, self.where, numbers.tolist())
 
 
 def inputs_and_target(value: object) -> Batch | None:
-    """The tensors of (input, target) or ((input, ...), target); None where a value is neither."""
+    """Returns the tensors of (input, target) or ((input, ...), target); None for other values."""
     if not isinstance(value, tuple | list) or len(value) != 2 or not isinstance(value[1], Tensor):
         return None
     inputs = tuple(value[0]) if isinstance(value[0], tuple | list) else (value[0],)
@@ -156,18 +156,18 @@ def inputs_and_target(value: object) -> Batch | None:
 def checked(
     task: TrainingTask, inputs: tuple[Tensor, ...], target: Tensor, where: str, numbers: Sequence[int] | None = None
 ) -> Batch:
-    """The user's samples, of these numbers (default: from 0). LayerwiseError unless they are what the model takes."""
+    """Returns the user's samples with these numbers (default: from 0). Raises LayerwiseError if the model cannot take
+    them.
+    """
     if len(inputs) != len(task.inputs):
         names = ", ".join(model_input.name for model_input in task.inputs)
-        raise LayerwiseError(f"{where} has {len(inputs)} inputs, the model takes {len(task.inputs)}: {names}")
+        raise LayerwiseError(f"{where} has {len(inputs)} inputs, but the model takes {len(task.inputs)}: {names}")
     for model_input, x in zip(task.inputs, inputs, strict=True):
         _fits(x, model_input.sample, model_input.spec.differentiable, f"{where}: input {model_input.name!r}")
         if x.is_floating_point() and bool((wrong := x.isnan().flatten(1).any(1)).any()):
             first = int(wrong.nonzero()[0])
             sample = first if numbers is None else numbers[first]
-            raise LayerwiseError(
-                f"{where}: input {model_input.name!r}, sample {sample} has values that are not numbers (NaN)"
-            )
+            raise LayerwiseError(f"{where}: input {model_input.name!r}, sample {sample} contains NaN")
         if len(x) != len(target):
             raise LayerwiseError(f"{where}: {len(x)} samples of input {model_input.name!r}, but {len(target)} targets")
         if not model_input.spec.differentiable and model_input.values > 2:
@@ -180,13 +180,13 @@ def checked(
 
 def _fits(x: Tensor, sample: tuple[int, ...], floating: bool, what: str) -> None:
     if not x.ndim or tuple(x.shape[1:]) != sample:
-        raise LayerwiseError(f"{what} has shape {tuple(x.shape)}; the model takes {('samples', *sample)}")
+        raise LayerwiseError(f"{what} has shape {tuple(x.shape)}, but the model takes {('samples', *sample)}")
     if x.is_floating_point() != floating:
         expected = "floating-point numbers" if floating else "integers"
-        raise LayerwiseError(f"{what} has dtype {str(x.dtype).removeprefix('torch.')}; the model takes {expected}")
+        raise LayerwiseError(f"{what} has dtype {str(x.dtype).removeprefix('torch.')}, but the model takes {expected}")
 
 
 def _below(x: Tensor, values: int, what: str) -> None:
     low, high = (int(x.min()), int(x.max())) if x.numel() else (0, 0)
     if low < 0 or high >= values:
-        raise LayerwiseError(f"{what} has values from {low} to {high}; the model knows 0 to {values - 1}")
+        raise LayerwiseError(f"{what} has values from {low} to {high}, but the model accepts 0 to {values - 1}")

@@ -1,4 +1,4 @@
-"""Task: what a model wants to be fed with, and what it answers: its inputs, its predictions, its own loss if any."""
+"""Task: a model's inputs, its predictions, and its own loss if any."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from layerwise.volumes.reading import classes_of
 
 @dataclass(frozen=True, slots=True)
 class ModelInput:
-    """One input of the model: its name, its tensor at the plan's batch, and how many values an integer of it has."""
+    """One input of the model: its name, its tensor at the plan's batch, and, for integers, the number of values."""
 
     name: str
     spec: TensorSpec
@@ -27,34 +27,34 @@ class ModelInput:
 
     @property
     def sample(self) -> tuple[int, ...]:
-        """The shape of one sample."""
+        """Returns the shape of one sample."""
         return self.spec.shape[1:]
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingTask:
-    """The task of a model: what it is fed with, and what its loss is taken of.
+    """The task of a model: its inputs, and what its loss is computed from.
 
-    A model that ends in a loss of its own takes its target as an input. Else the loss is cross-entropy, and its target
-    is class indices of the prediction's shape without dimension 1.
+    A model with its own loss takes its target as an input. Otherwise the loss is cross-entropy, and its target is class
+    indices, of the prediction's shape without dimension 1.
     """
 
     batch: int
     inputs: tuple[ModelInput, ...]  # without the target
-    predictions: tuple[TensorSpec, ...]  # (rows · samples, classes, ...), what the loss is taken of; () not known
-    loss: Loss | None = None  # the model's own, where that is one of PyTorch's
-    target: ModelInput | None = None  # the input that is its target
-    slot: int = 0  # that input's number
-    answer: int = 0  # the number of the output that is the loss
+    predictions: tuple[TensorSpec, ...]  # (rows · samples, classes, ...), which the loss is computed from; (): unknown
+    loss: Loss | None = None  # the model's own, if it is one of PyTorch's
+    target: ModelInput | None = None  # the input that is the loss's target
+    slot: int = 0  # that input's index
+    answer: int = 0  # the index of the output that is the loss
 
     @property
     def has_loss(self) -> bool:
-        """True if the model makes its loss itself."""
+        """True if the model computes its loss itself."""
         return self.target is not None
 
     @property
     def classes(self) -> int:
-        """The number of classes of the prediction; 0 where it is no classifier."""
+        """Returns the number of classes of the prediction; 0 if the model is not a classifier."""
         if not self.predictions:
             assert self.target is not None
             return 0 if self.target.spec.differentiable else self.target.values
@@ -63,17 +63,17 @@ class TrainingTask:
 
     @property
     def positions(self) -> int:
-        """Rows of the prediction a sample: 1, but for outputs that were flattened to (n · s, classes)."""
+        """Returns the prediction's rows per sample: 1, unless outputs were flattened to (n · s, classes)."""
         return self.predictions[0].shape[0] // self.batch if self.predictions else 1
 
     @property
     def labels(self) -> bool:
-        """True if a target is class indices."""
+        """True if the target is class indices."""
         return bool(self.classes) and (self.target is None or not self.target.spec.differentiable)
 
     @property
     def target_sample(self) -> tuple[int, ...]:
-        """The shape of one sample's target."""
+        """Returns the shape of one sample's target."""
         if self.target is not None:
             return self.target.sample
         spatial = self.predictions[0].shape[2:]
@@ -82,9 +82,10 @@ class TrainingTask:
     def feed(
         self, inputs: tuple[Tensor, ...], target: Tensor, floats: torch.dtype
     ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        """The arguments of the module, and the target of the loss that is left to take.
+        """Returns the module's arguments, and the target if the loss is still to be computed.
 
-        Data sets have floating-point numbers of any type, and integers: inputs are `floats`, and what the model says.
+        Data sets may have any floating-point or integer type: inputs are converted to `floats`, or to the model's
+        integer type.
         """
         feeds, left = list(self.inputs), None
         if self.target is not None:
@@ -97,7 +98,7 @@ class TrainingTask:
 
 
 def task(graph: LayerGraph) -> TrainingTask:
-    """The task of `graph`. LayerwiseError where it is neither a classifier nor ends in a loss."""
+    """Returns the task of `graph`. Raises LayerwiseError if it is neither a classifier nor ends in a loss."""
     uses = graph.consumers()
     feeds = [
         ModelInput(layer.name, layer.out, _values(graph, uses, layer.name))
@@ -108,7 +109,7 @@ def task(graph: LayerGraph) -> TrainingTask:
         if feed.spec.index("n") != 0 or feed.spec.shape[0] != graph.batch:
             raise LayerwiseError(
                 f"input {feed.name!r} {feed.spec.describe()} has no sample dimension in front, so no data set can feed "
-                "it: use layerwise.run.load in a training loop of your own"
+                "it: use layerwise.run.load in your own training loop"
             )
     ends = [graph[name] for name in graph.layers[-1].inputs]
     for answer, end in enumerate(ends):
@@ -121,8 +122,8 @@ def task(graph: LayerGraph) -> TrainingTask:
         spec = end.out
         if len(spec.shape) < 2 or spec.shape[0] % graph.batch or spec.shape[2:] != first.shape[2:]:
             raise LayerwiseError(
-                f"output {end.name!r} {spec.describe()} is not (samples, classes, ...): cross-entropy cannot be taken "
-                "of it. End the model in a loss, or use layerwise.run.load in a training loop of your own"
+                f"output {end.name!r} {spec.describe()} is not (samples, classes, ...), so it has no cross-entropy: "
+                "end the model in a loss, or use layerwise.run.load in your own training loop"
             )
     return TrainingTask(graph.batch, tuple(feeds), tuple(end.out for end in ends))
 
@@ -135,14 +136,18 @@ def _with_own_loss(graph: LayerGraph, feeds: list[ModelInput], end: Layer, answe
         source = graph[source].inputs[0]  # a view of the target
     slot = next((i for i, feed in enumerate(feeds) if feed.name == source), None)
     if slot is None:
-        raise LayerwiseError(f"the target of loss {end.name!r} is computed, not an input: no data set can feed it")
+        raise LayerwiseError(
+            f"the target of loss {end.name!r} is computed, so no data set can feed it: make it an input"
+        )
     prediction = end.stages[0].specs[0]
     inputs = (*feeds[:slot], *feeds[slot + 1 :])
     return TrainingTask(graph.batch, inputs, (prediction,), loss, feeds[slot], slot, answer)
 
 
 def _with_written_loss(graph: LayerGraph, feeds: list[ModelInput], answer: int) -> TrainingTask:
-    """A number of the whole batch, such as one less its Dice: the target is the one input of classes, or the last."""
+    """Returns the task of a model whose loss is one number, such as 1 - Dice: the target is the input of classes, or
+    the last.
+    """
     integers = [slot for slot, feed in enumerate(feeds) if not feed.spec.differentiable]
     slot = integers[0] if len(integers) == 1 else len(feeds) - 1
     counts = [classes.count for classes in classes_of(graph, feeds[slot].name)]
@@ -151,7 +156,9 @@ def _with_written_loss(graph: LayerGraph, feeds: list[ModelInput], answer: int) 
 
 
 def _values(graph: LayerGraph, uses: dict[str, list[str]], name: str) -> int:
-    """The number of values of an integer input: the smallest vocabulary that looks it up, through views."""
+    """Returns the number of values of an integer input: the smallest vocabulary that it is looked
+    up in, through views.
+    """
     counts = []
     for use in uses[name]:
         op = graph[use].main

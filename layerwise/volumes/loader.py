@@ -1,4 +1,4 @@
-"""BoxLoader: batches of which every rank reads its own boxes only, cropped and flipped alike on all ranks."""
+"""BoxLoader: batches of which every rank reads only its own boxes, cropped and flipped alike on all ranks."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from layerwise.volumes.sources import source_of
 
 @checked
 class BoxLoader:
-    """Batches of all ranks together, of which each has a tensor for every input of the model: its box of it.
+    """Batches of all ranks together: each batch has, for every input of the model, a tensor with this rank's box.
 
         for x, target in BoxLoader(model, "images.npy", "labels.npy", crop="random", flip="dhw", shuffle=True):
             loss = model(x, target)
 
-    All randomness is drawn by seed, epoch and sample: any plan has the same samples. A last batch that is not full is
-    left out.
+    All randomness is drawn from seed, epoch and sample: any plan gets the same samples. An incomplete last batch is
+    dropped.
 
     Args:
-        model: As `parallelize(..., io="boxes")` or `load` returns it (with another io a rank's box is its samples).
-        sources: One an input, in their order: an array (samples, ...) of numpy, h5py or zarr, a file of one (.npy,
-            .zarr, .h5::name), a list of files, one a sample, or a function (index, slices) -> array. Only boxes are
-            read of them.
-        samples: How many a function has.
-        crop: Samples larger than what the model takes are cut to it, "random" or "center".
-        flip: Labels of dimensions that are mirrored, each with probability 1/2.
-        intensity: (box, rng) -> box for the first input; it must do alike with every element, for it sees a part.
-        shuffle: Another order in every epoch (`set_epoch`, or one after the other).
-        seed: Of all that is drawn.
-        workers: Processes that read in advance.
-        prefetch: Batches that each of them reads in advance.
+        model: A model from `parallelize(..., io="boxes")` or `load` (with another io, a rank's box is its samples).
+        sources: One for each input, in order: an array (samples, ...) of numpy, h5py or zarr, a file of one (.npy,
+            .zarr, .h5::name), a list of files, one for each sample, or a function (index, slices) -> array. Only the
+            needed boxes are read.
+        samples: The number of samples, for functions.
+        crop: How to crop samples that are larger than the model's input: "random" or "center".
+        flip: Labels of dimensions to mirror, each with probability 1/2.
+        intensity: (box, rng) -> box for the first input; it must treat all elements alike, as it sees a part only.
+        shuffle: Whether every epoch has another order (`set_epoch`, or consecutive epochs).
+        seed: Seed of all random numbers.
+        workers: Number of processes that read in advance.
+        prefetch: Batches that each process reads in advance.
 
     Raises:
-        LayerwiseError: Sources and model do not fit; what is read is not finite, or is no class of the loss or one-hot
-            encoding that takes it as it is (with the file, if there is one, and the number of the sample).
+        LayerwiseError: Sources and model do not fit; values are not finite, or are not classes of the loss or one-hot
+            encoding that reads them (it names the file, if there is one, and the sample).
 
     Examples:
         >>> import layerwise, numpy, torch
@@ -68,7 +68,9 @@ class BoxLoader:
         specs = [layer.out for layer in of(model).layer_graph.layers if layer.role is Role.INPUT]
         boxes = of(model).read_boxes()
         if len(sources) != len(boxes):
-            raise LayerwiseError(f"the model takes {len(boxes)} inputs ({', '.join(boxes)}), not {len(sources)}")
+            raise LayerwiseError(
+                f"the model takes {len(boxes)} inputs ({', '.join(boxes)}), but there are {len(sources)} sources"
+            )
         opened = [
             source_of(source, name, samples, spec.shape[1:])
             for source, name, spec in zip(sources, boxes, specs, strict=True)
@@ -76,15 +78,15 @@ class BoxLoader:
         counts = {len(source) for source in opened}
         if len(counts) > 1:
             numbers = " and ".join(map(str, sorted(counts)))
-            raise LayerwiseError(f"the inputs have {numbers} samples: all must have as many")
+            raise LayerwiseError(f"the inputs have {numbers} samples, but all must have the same number")
         there = [label for label in POSITIONS if any(label in spec.dims for spec in specs)]
         unknown = [label for label in flip if label not in there]
         if unknown:
-            raise LayerwiseError(f"flip={flip!r}: {unknown[0]!r} is none of {', '.join(there) or 'no dimensions'}")
+            raise LayerwiseError(f"flip={flip!r}: {unknown[0]!r} is not one of {', '.join(there) or 'no dimensions'}")
         (self.samples,) = counts
         self.batch, self.shuffle, self.seed, self.epoch, self._done = of(model).plan.batch, shuffle, seed, 0, 0
         if self.samples < self.batch:
-            raise LayerwiseError(f"{self.samples} samples are no batch of {self.batch}")
+            raise LayerwiseError(f"{self.samples} samples are fewer than a batch of {self.batch}")
         described = zip(boxes.items(), specs, opened, strict=True)
         inputs = tuple(
             BoxInput(name, spec, box, source, classes_of(of(model).layer_graph, name))
@@ -98,17 +100,17 @@ class BoxLoader:
 
     @property
     def inputs(self) -> tuple[BoxInput, ...]:
-        """The model's inputs, and where their samples lie."""
+        """The model's inputs, and the sources of their samples."""
         return self._reading.inputs
 
     @property
     def as_they_are(self) -> bool:
-        """True if samples come in their order, whole and unchanged."""
+        """True if samples come in order, in full and unchanged."""
         reading = self._reading
         return not (self.shuffle or reading.crop or reading.flip or reading.intensity)
 
     def set_epoch(self, epoch: int, done: int = 0) -> None:
-        """Sets the epoch of the next pass over the samples, and how many of its batches are done and left out."""
+        """Sets the epoch of the next pass over the samples, and how many of its batches to skip as done."""
         self.epoch, self._done = epoch, done
 
     def order(self) -> list[int]:
@@ -132,13 +134,13 @@ class BoxLoader:
             worker_init_fn=WorkerStart(),
         )
         for batch in loader:
-            if isinstance(batch, str):  # an error of a worker's, without its traceback
+            if isinstance(batch, str):  # a worker's error, without its traceback
                 raise LayerwiseError(batch)
             yield tuple(batch)
 
 
 class _Batches(Dataset[Any]):
-    """One item a batch, for DataLoader; what goes wrong is returned as text, for a worker's error has its traceback."""
+    """One item a batch, for DataLoader. Errors are returned as text, as a worker's exception includes its traceback."""
 
     def __init__(self, reading: BatchReader, batches: Sequence[Sequence[int]], epoch: int) -> None:
         self.reading, self.batches, self.epoch = reading, batches, epoch

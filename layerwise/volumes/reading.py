@@ -1,4 +1,4 @@
-"""Reading: this rank's boxes of a batch, cropped and mirrored alike on all ranks, and checked."""
+"""Reads this rank's boxes of a batch, cropped and mirrored alike on all ranks, and checks them."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ POSITIONS = ("d", "h", "w", "l", "s")  # labels of dimensions that can be croppe
 
 @dataclass(frozen=True, slots=True)
 class Classes:
-    """0 to `count` - 1, and what a loss ignores."""
+    """The classes 0 to `count` - 1, and the value that a loss ignores."""
 
     count: int
     ignored: int | None = None
 
     def wrong(self, values: Tensor) -> int | None:
-        """The first that is none of them."""
+        """The first value that is not a class, or None."""
         outside = (values < 0) | (values >= self.count)
         if self.ignored is not None:
             outside &= values != self.ignored
@@ -42,7 +42,7 @@ class Classes:
 
 
 def classes_of(graph: LayerGraph, name: str) -> tuple[Classes, ...]:
-    """The numbers of classes that losses and one-hot encodings, which an input goes into as it is, make of it."""
+    """The class ranges that losses and one-hot encodings require of an input that they read directly."""
     found_classes = []
     for layer in _users(graph, name):
         op = layer.main
@@ -55,7 +55,7 @@ def classes_of(graph: LayerGraph, name: str) -> tuple[Classes, ...]:
 
 
 def _users(graph: LayerGraph, name: str) -> Iterator[Layer]:
-    """The layers whose operator takes this one's output: the only input, or a loss's target; through views."""
+    """The layers whose operator reads this output as its only input or as a loss's target, through views."""
     for layer in graph.layers:
         slot = 1 if isinstance(layer.main, Loss) else 0
         if len(layer.inputs) <= slot or layer.inputs[slot] != name or layer.end:
@@ -70,13 +70,13 @@ def _users(graph: LayerGraph, name: str) -> Iterator[Layer]:
 
 @dataclass(frozen=True)
 class BoxInput:
-    """An input of the model, and where its samples lie."""
+    """An input of the model, and the source of its samples."""
 
     name: str
-    spec: TensorSpec  # of the whole batch
-    box: Box  # of that, which this rank reads
+    spec: TensorSpec  # of the full batch
+    box: Box  # this rank's box of it
     source: SampleSource
-    classes: tuple[Classes, ...] = ()  # which its numbers must be
+    classes: tuple[Classes, ...] = ()  # ranges that its values must be in
 
     def named(self, index: int) -> str:
         """The name of one of its samples in errors."""
@@ -113,7 +113,7 @@ class BatchReader:
                 read = np.asarray(self.intensity(read, generator(self.seed, epoch, index, 1)))
                 _check(read, feed, index, "what intensity makes of ")
             values = np.flip(read, mirrored)
-            if tensor.dtype == torch.bfloat16:  # which numpy has not
+            if tensor.dtype == torch.bfloat16:  # numpy has no bfloat16
                 tensor[row] = torch.from_numpy(values.astype(np.float32))
             else:
                 tensor.numpy()[row] = values
@@ -121,7 +121,7 @@ class BatchReader:
         return tensor
 
     def _drawn(self, index: int, epoch: int) -> _Drawn:
-        """Draws where a sample is cut, and what is mirrored: the same for all its inputs, on all ranks."""
+        """Draws a sample's crop and mirrored dimensions: the same for all its inputs, on all ranks."""
         room: dict[str, int] = {}
         for feed in self.inputs:
             room |= self._room(feed, index, room)
@@ -134,7 +134,7 @@ class BatchReader:
         return _Drawn(begins, {label for label in self.flip if rng.random() < 0.5})
 
     def _room(self, feed: BoxInput, index: int, others: dict[str, int]) -> dict[str, int]:
-        """The excess of a sample over what the model takes of it, by label."""
+        """By label, how much a sample exceeds the model's input."""
         shape, needed, labels = feed.source.shape(index), feed.spec.shape[1:], feed.spec.dims[1:]
         fits = len(shape) == len(needed)
         rooms: dict[str, int] = {}
@@ -146,7 +146,7 @@ class BatchReader:
                 rooms[str(label)] = room
         if not fits:
             hint = "" if self.crop else "; crop= cuts larger ones"
-            raise LayerwiseError(f"{feed.named(index)} has shape {shape}, and the model takes {needed} of each{hint}")
+            raise LayerwiseError(f"{feed.named(index)} has shape {shape}, but the model takes {needed} of each{hint}")
         return rooms
 
 
@@ -158,7 +158,7 @@ class _Drawn:
     mirrored: set[str] = field(default_factory=set)
 
     def of(self, feed: BoxInput) -> tuple[tuple[slice, ...], tuple[int, ...]]:
-        """The slices to be read of an input's sample, and which dimensions of what is read are mirrored."""
+        """The slices to read of an input's sample, and which dimensions of the result are mirrored."""
         slices: list[slice] = []
         mirrored: list[int] = []
         dims = zip(feed.box.lo[1:], feed.box.hi[1:], feed.spec.shape[1:], feed.spec.dims[1:], strict=True)
@@ -172,33 +172,33 @@ class _Drawn:
 
 
 def generator(*key: int) -> np.random.Generator:
-    """Numbers that follow from these alone."""
+    """A random generator that depends only on these numbers."""
     return np.random.default_rng(np.random.SeedSequence(key))
 
 
 def _check(read: Array, feed: BoxInput, index: int, what: str = "") -> None:
-    """LayerwiseError where a box has another shape or kind of number than the model takes."""
+    """Raises LayerwiseError if a box's shape or type does not fit the model."""
     expected, integer = feed.box.shape[1:], "int" in feed.spec.dtype
     if read.shape != expected:
         raise LayerwiseError(
-            f"{what}{feed.named(index)} has shape {read.shape} where a box of {expected} was to be read"
+            f"{what}{feed.named(index)} has shape {read.shape}, but a box of {expected} was to be read"
         )
     if read.dtype.kind not in ("iub" if integer else "fiub"):
-        raise LayerwiseError(f"{what}{feed.named(index)} is {read.dtype}, and the model takes {feed.spec.dtype}")
+        raise LayerwiseError(f"{what}{feed.named(index)} is {read.dtype}, but the model takes {feed.spec.dtype}")
     if integer and read.size:
         least, most, limits = int(read.min()), int(read.max()), torch.iinfo(getattr(torch, feed.spec.dtype))
         if least < limits.min or most > limits.max:
             message = f"{what}{feed.named(index)} has values from {least} to {most}"
-            raise LayerwiseError(f"{message}, and the model takes {feed.spec.dtype}, which cannot hold them")
+            raise LayerwiseError(f"{message}, but the model takes {feed.spec.dtype}, which cannot hold them")
 
 
 def _check_values(values: Tensor, feed: BoxInput, index: int) -> None:
-    """LayerwiseError where what the model is fed is not finite, or no class."""
+    """Raises LayerwiseError if values are not finite, or not classes."""
     if values.is_floating_point() and not bool(values.isfinite().all()):
-        raise LayerwiseError(f"{feed.named(index)} has values that are no finite numbers in {feed.spec.dtype}")
+        raise LayerwiseError(f"{feed.named(index)} has values that are not finite in {feed.spec.dtype}")
     for classes in feed.classes:
         wrong = classes.wrong(values)
         if wrong is not None:
             ignored = "" if classes.ignored is None else f" (and {classes.ignored}, which does not count)"
-            message = f"has a class {wrong}, and the model knows 0 to {classes.count - 1}{ignored}"
+            message = f"has class {wrong}, but the model accepts 0 to {classes.count - 1}{ignored}"
             raise LayerwiseError(f"{feed.named(index)} {message}")

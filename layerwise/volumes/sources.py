@@ -1,4 +1,4 @@
-"""Sources: where samples lie, and how a box of one is read: arrays, files, functions."""
+"""Sources: open samples in arrays, files and functions, and read boxes of them."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from layerwise.geometry import Box
 Array = NDArray[Any]
 Slices = tuple[slice, ...]
 Reader = Callable[[int, Slices], Array]
-PARSING = threading.Lock()  # CPython 3.11 fails where two threads parse literals, such as a .npy file's header
+PARSING = threading.Lock()  # CPython 3.11 fails if two threads parse literals, such as a .npy file's header
 KINDS = ".npy, .zarr, .nii, .nii.gz, .h5::name or .hdf5::name"
 
 
 @contextmanager
 def foreign(what: str) -> Iterator[None]:
-    """Returns a context in which what the user's code or a library that reads a file raises is a LayerwiseError.
+    """Returns a context that turns errors of user code or of file libraries into a LayerwiseError.
 
-    Of every class: a parser that meets a damaged file raises what its code happens to raise. `what` cannot be done.
+    It catches all classes, as a parser may raise anything for a damaged file. `what`: what failed.
     """
     try:
         yield
@@ -40,12 +40,12 @@ def foreign(what: str) -> Iterator[None]:
 
 
 class StackedArray:
-    """An array (samples, ...): numpy's, also mapped from a file, h5py's, zarr's. `where` is how errors call it."""
+    """An array (samples, ...): numpy's, possibly memory-mapped, h5py's or zarr's. `where` names it in errors."""
 
     def __init__(self, array: Any, where: str) -> None:
         self.array, self.where = array, where
         if len(array.shape) < 1:
-            raise LayerwiseError(f"{where} has no dimension of samples")
+            raise LayerwiseError(f"{where} has no sample dimension")
 
     def __len__(self) -> int:
         return int(self.array.shape[0])
@@ -60,16 +60,16 @@ class StackedArray:
             return np.asarray(self.array[(index, *slices)])
 
     def file(self, index: int) -> str | None:
-        """Returns the file that a sample lies in, for sentences of errors."""
+        """Returns the file of a sample, for error messages."""
         return None
 
 
 class File:
-    """A file that holds a `Stacked`, opened by every process that reads it, for none can use another's."""
+    """A file with a stacked array, opened by every process that reads it: they cannot share one."""
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._opened: tuple[int, StackedArray] | None = None  # by which process
+        self._opened: tuple[int, StackedArray] | None = None  # and the process that opened it
         self._stacked()
 
     def __len__(self) -> int:
@@ -94,7 +94,7 @@ class File:
 
 
 class SeparateSamples:
-    """A source for every sample: files or arrays without a dimension of samples."""
+    """A source for every sample: files or arrays without a sample dimension."""
 
     def __init__(self, items: Sequence[Any], where: str) -> None:
         self.items, self.where = list(items), where
@@ -123,13 +123,13 @@ class SeparateSamples:
             raise LayerwiseError(f"{self.where}, sample {index}: {error}") from error
         if not hasattr(item, "shape"):
             raise LayerwiseError(
-                f"{self.where}, sample {index} is of type {type(item).__name__}: give an array or a file"
+                f"{self.where}, sample {index} is of type {type(item).__name__}: pass an array or a file"
             )
         return item
 
 
 class Computed:
-    """A function (index, slices) -> array, of samples of one shape."""
+    """A function (index, slices) -> array, for samples of one shape."""
 
     def __init__(self, reader: Reader, samples: int, shape: tuple[int, ...], where: str) -> None:
         self.reader, self.samples, self._shape, self.where = reader, samples, shape, where
@@ -153,10 +153,10 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class SampleRegion:
-    """A box of every sample of a source. Where it is larger than a sample there are zeros.
+    """A box of every sample of a source, padded with zeros where it is larger than a sample.
 
     Attributes:
-        source: Where the samples lie.
+        source: The source of the samples.
         box: The region, in positions of a sample; it may begin before it and end after it.
         mirrored: The dimensions that are read backwards.
     """
@@ -186,7 +186,7 @@ class SampleRegion:
         return np.flip(padded, tuple(self.mirrored))
 
     def _place(self, dim: int, s: slice) -> tuple[int, int]:
-        """The place of a slice of the region in a sample."""
+        """The positions in a sample of a slice of the region."""
         if dim in self.mirrored:
             return self.box.hi[dim] - s.stop, self.box.hi[dim] - s.start
         return self.box.lo[dim] + s.start, self.box.lo[dim] + s.stop
@@ -196,7 +196,7 @@ SampleSource = StackedArray | File | SeparateSamples | Computed | SampleRegion
 
 
 def source_of(value: object, name: str, samples: int | None, shape: tuple[int, ...]) -> SampleSource:
-    """The source that the user gives for an input, `name`. samples, shape: of a function's. LayerwiseError else."""
+    """The user's source for input `name`. samples, shape: for a function. Raises LayerwiseError for other values."""
     if isinstance(value, str | os.PathLike):
         return File(os.fspath(value))
     if hasattr(value, "shape") and hasattr(value, "__getitem__"):
@@ -205,16 +205,16 @@ def source_of(value: object, name: str, samples: int | None, shape: tuple[int, .
         return SeparateSamples(value, f"input {name!r}")
     if callable(value):
         if samples is None:
-            raise LayerwiseError(f"input {name!r} is read by a function: say how many samples there are (samples=)")
+            raise LayerwiseError(f"input {name!r} is read by a function: pass the number of samples (samples=)")
         return Computed(value, samples, shape, f"input {name!r}")
     raise LayerwiseError(
-        f"input {name!r} is of type {type(value).__name__}: give an array (samples, ...), a file ({KINDS}), a list of "
-        "files, one a sample, or a function (index, slices) -> array"
+        f"input {name!r} is of type {type(value).__name__}: pass an array (samples, ...), a file ({KINDS}), a list of "
+        "files, one for each sample, or a function (index, slices) -> array"
     )
 
 
 def _open(path: str) -> Any:
-    """The array in a file, of which nothing is read yet. LayerwiseError where there is none; nothing is unpickled."""
+    """Opens the array in a file, without reading it. Raises LayerwiseError if there is none; unpickles nothing."""
     name, _, inside = path.partition("::")
     kind = Path(name).suffix.lower()
     with foreign(f"file {path!r} cannot be read"):
@@ -225,7 +225,7 @@ def _open(path: str) -> Any:
         except ImportError as error:
             raise LayerwiseError(f"file {name!r}: install {error.name} to read it") from None
         if not hasattr(array, "shape"):
-            message = f"has no array, but a {type(array).__name__}: name one, as in FILE::name"
+            message = f"contains a {type(array).__name__}: name an array in it, as in FILE::name"
             raise LayerwiseError(f"file {path!r} {message}")
         if not all(isinstance(extent, int | np.integer) and 0 <= extent <= sys.maxsize for extent in array.shape):
             raise LayerwiseError(f"file {path!r} cannot be read: its array has shape {array.shape}")
@@ -235,7 +235,7 @@ def _open(path: str) -> Any:
 def _opened(name: str, kind: str, inside: str) -> Any:
     if kind == ".npy":
         with Path(name).open("rb") as file:
-            if file.read(len(MAGIC_PREFIX)) != MAGIC_PREFIX:  # else numpy takes it for a pickle
+            if file.read(len(MAGIC_PREFIX)) != MAGIC_PREFIX:  # otherwise numpy would unpickle it
                 raise LayerwiseError(f"file {name!r} cannot be read: it is not in numpy's format")
         return mapped(name, "r")
     if kind in (".h5", ".hdf5") and inside:
@@ -251,18 +251,18 @@ def _opened(name: str, kind: str, inside: str) -> Any:
 
         opened = zarr.open(name, mode="r")
         return opened[inside] if inside else opened
-    raise LayerwiseError(f"file {name!r}: there are {KINDS}")
+    raise LayerwiseError(f"file {name!r} has an unknown format: use {KINDS}")
 
 
 def mapped(path: str | os.PathLike[str], mode: Literal["r", "r+"]) -> np.memmap[Any, Any]:
-    """The array in a .npy file, of which nothing is read yet."""
+    """The array in a .npy file, memory-mapped."""
     with PARSING:
         array: np.memmap[Any, Any] = np.load(path, mmap_mode=mode, allow_pickle=False)
     return array
 
 
 class _Nifti:
-    """A NIfTI volume (x, y, z) or (x, y, z, channels) as a sample (channels, x, y, z), of which slices are read."""
+    """A NIfTI volume (x, y, z) or (x, y, z, channels) as a sample (channels, x, y, z) whose slices can be read."""
 
     def __init__(self, proxy: Any) -> None:
         self.proxy, self.channels = proxy, len(proxy.shape) > 3
@@ -277,5 +277,5 @@ class _Nifti:
 
 
 def in_a_line(error: BaseException) -> str:
-    """The first 200 characters of an error, in a line; its class where it says nothing."""
+    """The first 200 characters of an error on one line; its class if it has no message."""
     return " ".join(str(error).split())[:200] or type(error).__name__

@@ -87,10 +87,10 @@ def test_what_is_refused() -> None:
     assert "layer '0': {h=4} has samples in common for the 2 replicas" in first["by hand across replicas"]
     assert "a batch of 1 does not give each of 2 replicas a sample" in first["too few samples"]
     assert "device_mesh has ranks 0 and 1 of 4, and ParallelOptions(comm=...) has all" in first["a group and a comm"]
-    assert "give parallelize the 2-D mesh" in first["DDP"]
+    assert "pass a 2-D device mesh to parallelize" in first["DDP"]
     assert "other arguments" not in first
     assert "on rank 2" in last["other arguments"]
-    assert "on rank 3; every rank must be given the same" in last["other arguments"]
+    assert "on rank 3: start every rank with the same" in last["other arguments"]
 
 
 @pytest.mark.parametrize("strategy", [None, {"0": {"n": 2, "h": 2}, "5": {"n": 2, "c": 2}}], ids=["searched", "split"])

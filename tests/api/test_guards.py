@@ -23,7 +23,7 @@ def test_an_optimizer_of_before_raises_at_its_step() -> None:
     model = Layered()
     early = torch.optim.SGD(model.parameters(), lr=0.1)
     module = layerwise.parallelize(model, X, **QUIET)
-    with pytest.raises(LayerwiseError, match="build the optimizer over the returned model's parameters"):
+    with pytest.raises(LayerwiseError, match="build the optimizer after parallelize returns"):
         step(module, early)
     late = torch.optim.SGD(module.parameters(), lr=0.1)
     assert step(module, late) > step(module, late)
@@ -40,7 +40,7 @@ def test_parameters_of_before_are_used_by_nothing() -> None:
         lambda: torch._foreach_mul_([next(model.parameters()).detach(), early[0]], 2.0),
         lambda: model(X).sum().backward(inputs=early),
     ):
-        with pytest.raises(LayerwiseError, match="a parameter was used that is the model's no more"):
+        with pytest.raises(LayerwiseError, match="a parameter was used that is no longer the model's"):
             use()
 
 
@@ -50,9 +50,9 @@ def test_a_parallel_model_is_made_plain_before_it_is_made_parallel_again() -> No
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step(model, optimizer)
     trained, out = model.full_state_dict(), model.eval()(X)
-    with pytest.raises(LayerwiseError, match="is parallel already"):
+    with pytest.raises(LayerwiseError, match="is already parallel"):
         layerwise.parallelize(model, X, **QUIET)
-    with pytest.raises(LayerwiseError, match="is parallel already"):
+    with pytest.raises(LayerwiseError, match="is already parallel"):
         layerwise.parallelize(nn.Sequential(model), X, **QUIET)
     layerwise.restore(model)
     assert type(model) is kind

@@ -180,7 +180,7 @@ def test_wrong_models() -> None:
         layerwise.parallelize(7, torch.randn(2, 3))
     with pytest.raises(LayerwiseError, match="is given int64, but its weights need floating-point numbers"):
         layerwise.parallelize(nn.Linear(3, 2), torch.ones(4, 3, dtype=torch.int64), verbose=False)
-    with pytest.raises(LayerwiseError, match="parallel already"):
+    with pytest.raises(LayerwiseError, match="already parallel"):
         layerwise.parallelize(layerwise.parallelize(nn.Linear(3, 2), torch.ones(4, 3), verbose=False))
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(LayerwiseError, match=r"within torch\.autocast.*before"):
         layerwise.parallelize(nn.Linear(3, 2), torch.ones(4, 3))

@@ -71,7 +71,7 @@ def test_damaged_files(tmp_path_factory: pytest.TempPathFactory, data: st.DataOb
 def test_file_that_is_gone(tmp_path: Path) -> None:
     saved(tmp_path)
     (tmp_path / "step-00000007" / FILE).unlink()
-    assert "damaged or gone: No such file or directory" in refused(tmp_path)
+    assert "damaged or missing: No such file or directory" in refused(tmp_path)
 
 
 class Trap:
@@ -92,7 +92,7 @@ def test_files_that_link_out_of_the_folder_are_refused(name: str, tmp_path: Path
     (folder / name).rename(tmp_path / "elsewhere")
     (folder / name).symlink_to(tmp_path / "elsewhere")
     assert f"{name}' is a link" in refused(folder)
-    with pytest.raises(LayerwiseError, match="is a link, or no plain file"):
+    with pytest.raises(LayerwiseError, match="is a link or not a plain file"):
         export(tmp_path / "ck", tmp_path / "out.safetensors")
 
 
@@ -102,7 +102,7 @@ def test_a_pipe_in_the_place_of_a_file_does_not_block(tmp_path: Path) -> None:
     assert folder is not None
     (folder / FILE).unlink()
     os.mkfifo(folder / FILE)
-    assert "no plain file" in refused(folder)
+    assert "not a plain file" in refused(folder)
 
 
 @pytest.mark.parametrize("name", ["step-00000007", "step-00000003", ".step-00000007.replaced"])
@@ -161,14 +161,14 @@ def test_an_old_checkpoint_is_refused_and_the_way_out_is_said(tmp_path: Path) ->
     saved(tmp_path)
     forged(tmp_path, lambda body: body.update(version=3))
     reason = refused(tmp_path)
-    assert "has version 3, and this layerwise reads version 4" in reason
-    assert "`layerwise export` of the layerwise that wrote it, and start with --weights" in reason
+    assert "has version 3, but this layerwise reads version 4" in reason
+    assert "`layerwise export` of the version that wrote it, and start with --weights" in reason
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda b: b.update(version=1), "version 1, and this layerwise reads version 4"),
+        (lambda b: b.update(version=1), "version 1, but this layerwise reads version 4"),
         (lambda b: b.update(format="other"), "not a layerwise checkpoint"),
         (lambda b: b.pop("format"), "not a layerwise checkpoint"),
         (lambda b: b.pop("files"), "makes no sense"),
@@ -203,9 +203,9 @@ BIAS = "model.conv.bias"  # of 5 elements
         (lambda h, s: s.pop(BIAS), "makes no sense"),
         (lambda h, s: s.update({BIAS: 3}), "makes no sense"),
         (lambda h, s: s[BIAS].pop("shape"), "makes no sense"),
-        (lambda h, s: s[BIAS].update(shape=3), "stands where sizes belong"),
-        (lambda h, s: s[BIAS].update(shape=[5.0]), "stands where sizes belong"),
-        (lambda h, s: s[BIAS].update(shape=[1] * 65), "stands where sizes belong"),
+        (lambda h, s: s[BIAS].update(shape=3), "is not a list of sizes"),
+        (lambda h, s: s[BIAS].update(shape=[5.0]), "is not a list of sizes"),
+        (lambda h, s: s[BIAS].update(shape=[1] * 65), "is not a list of sizes"),
         (lambda h, s: s[BIAS].update(shape=[2**60]), "5 of the 1152921504606846976 elements"),
         (lambda h, s: s[BIAS].update(saved_offsets=[1]), "outside its shape"),
         (lambda h, s: s[BIAS].update(saved_offsets=[-1]), "outside its shape"),
@@ -252,7 +252,7 @@ def test_boxes_that_are_there_twice_do_not_stand_in_for_others(tmp_path: Path) -
     """As many elements as the tensor has, but two of them twice and two not at all."""
     saved(tmp_path)
     boxes_of_ranks(tmp_path, [(0, 2), (0, 2), (4, 1)])
-    assert "of 'model.bias' some elements are there twice, and others not at all" in refused(tmp_path)
+    assert "some elements of 'model.bias' are stored twice, and others are missing" in refused(tmp_path)
     boxes_of_ranks(tmp_path, [(0, 2), (2, 2)])
     assert "4 of the 5 elements of 'model.bias' are there" in refused(tmp_path)
 
@@ -276,6 +276,6 @@ def test_a_pipe_in_the_place_of_a_step_is_refused_and_no_save_waits_for_it(tmp_p
     save(tmp_path, module, None, {})
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000007"]
     os.mkfifo(tmp_path / "step-00000003")
-    with pytest.raises(LayerwiseError, match="step-00000003 is no folder: put the folder itself in its place, or remo"):
+    with pytest.raises(LayerwiseError, match="step-00000003 is no folder: replace it by the folder itself, or remo"):
         save(tmp_path, module, None, {})
     assert (tmp_path / "step-00000003").is_fifo()

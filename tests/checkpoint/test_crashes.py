@@ -96,7 +96,7 @@ def test_a_rank_that_cannot_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     if rank == 0 or where == "write_tensors":
         told = run_threads(3, run)
         assert set(told) == {
-            f"no checkpoint was saved in {str(tmp_path)!r} (earlier ones are as they were): rank {rank}: "
+            f"no checkpoint was saved in {str(tmp_path)!r} (earlier ones are unchanged): rank {rank}: "
             "No space left on device"
         }
         assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]

@@ -26,7 +26,7 @@ def test_another_model(tmp_path: Path) -> None:
             whole[renamed or name] = old if tensor is None else tensor
         return CutModule(SoloComm(), whole, cutting(whole, 1, 0))
 
-    assert "it has 'scale', which this model lacks" in refused(tmp_path, other("scale", None))
+    assert "it has 'scale', which this model does not" in refused(tmp_path, other("scale", None))
     assert "no 'conv.weights' (did you mean 'conv.weight'?)" in refused(
         tmp_path, other("conv.weight", None, "conv.weights")
     )
@@ -47,9 +47,9 @@ def test_another_optimizer(tmp_path: Path) -> None:
         return refused(tmp_path / folder, module, optimizer)
 
     groups = torch.optim.Adam([{"params": parameters[:1]}, {"params": parameters[1:]}])
-    assert "has the state of Adam, the optimizer here is SGD" in reason("adam", torch.optim.SGD(parameters))
-    assert "Adam has 1 groups of parameters, the one here 2" in reason("adam", groups)
-    assert "no optimizer's state" in reason("none", torch.optim.Adam(parameters))
+    assert "has the state of Adam, but this optimizer is SGD" in reason("adam", torch.optim.SGD(parameters))
+    assert "Adam has 1 parameter groups, but this optimizer has 2" in reason("adam", groups)
+    assert "no optimizer state" in reason("none", torch.optim.Adam(parameters))
     assert "'conv.weight' is in group 0 of only one optimizer" in reason("some", torch.optim.Adam(parameters))
     assert "'conv.weight' is in group 0 of only one optimizer" in reason("adam", torch.optim.Adam(parameters[1:]))
     foreign = torch.optim.Adam([torch.nn.Parameter(torch.ones(2, 9))])
@@ -73,9 +73,9 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
     newton = torch.optim.LBFGS(module.parameters())
     newton.step(lambda: torch.tensor(1.0))
     assert "LBFGS keeps" in reason(newton)
-    assert "'progress' must be what JSON can hold" in reason(progress={"x": {1, 2}})
-    assert "'progress' must be what JSON can hold" in reason(progress={"x": float("nan")})
-    assert "keep at least 1" in reason(keep=0)
+    assert "'progress' must consist of JSON values" in reason(progress={"x": {1, 2}})
+    assert "'progress' must consist of JSON values" in reason(progress={"x": float("nan")})
+    assert "at least 1 checkpoint must be kept" in reason(keep=0)
     strange = torch.optim.SGD(module.parameters())
     strange.param_groups[0]["schedule"] = object()
     assert "SGD's setting 'schedule' is a object" in reason(strange)
@@ -122,8 +122,8 @@ def test_ranks_that_disagree(tmp_path: Path) -> None:
         optimizer.state.clear()
         return optimizer
 
-    assert "rank 1 and rank 0 differ in optimizer or settings" in told(rate)
-    assert "rank 1 gave no optimizer, others did" in told(lambda *_: None)
+    assert "rank 1 and rank 0 have different optimizers or settings" in told(rate)
+    assert "rank 1 passed no optimizer, but others did" in told(lambda *_: None)
     assert "different numbers of steps: [1, 2]" in told(ahead)
     assert "state of" in told(unequal)
     assert "elements of 'optimizer.state." in told(forgotten)

@@ -75,7 +75,7 @@ def test_a_restart_waits_for_the_run_before(tmp_path: Path, capsys: pytest.Captu
         with pytest.raises(LayerwiseError, match="another run is writing"), sole_writer(tmp_path, 0.3):
             pass
         assert capsys.readouterr().err.endswith(
-            f"(process {other.pid} on {os.uname().nodename}): waiting for its end, for 0 s at most\n"
+            f"(process {other.pid} on {os.uname().nodename}): waiting up to 0 s for it to end\n"
         )
         threading.Timer(0.3, other.kill).start()
         began = time.monotonic()

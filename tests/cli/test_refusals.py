@@ -48,7 +48,7 @@ REFUSED = [
     ("search quits:net --gpus 4", "raised SystemExit: 5"),
     ("search networks:missing --gpus 4", "module 'networks' has no 'missing'"),
     ("search networks:alone --gpus 4", "returned no example inputs"),
-    ("search networks:number --gpus 4", "returned int, not an nn.Module"),
+    ("search networks:number --gpus 4", "returned int, but must return an nn.Module"),
     ("search networks:faulty --gpus 4", "raised RuntimeError: out of luck (" + "{here}/networks.py:17)"),
     ("search networks:leaves --gpus 4", "raised SystemExit: 3"),
     ("search networks:needy --gpus 4", "raised TypeError: needy() missing 1 required"),
@@ -78,7 +78,7 @@ REFUSED = [
     ("run one.json --steps 3 --epochs 1", "not allowed with"),
     ("run one.json --lr 0", "'0' is not a number above 0"),
     ("run one.json --momentum 1", "'1' is not a number of at least 0 and below 1"),
-    ("run one.json --accumulate 1000", "too few for one step of the plan's batch of 8 and --accumulate 1000"),
+    ("run one.json --accumulate 1000", "too few for one step with the plan's batch of 8 and --accumulate 1000"),
     ("run one.json --dtype float16", "invalid choice: 'float16'"),
     ("run one.json --resume", "need --checkpoint DIR"),
     ("run one.json --checkpoint-every 3", "need --checkpoint DIR"),
@@ -127,7 +127,7 @@ REFUSED = [
     ("measure layers mlp:8x6x4 --gpus 2 --dims n,z", "--dims 'n,z': choose from"),
     ("measure layers mlp:8x6x4 --gpus 2 --threads 0", "--threads must be from 1 to"),
     ("measure layers mlp:8x6x4 --gpus 2 --threads 100000000000", "--threads must be from 1 to"),
-    ("measure layers mlp:8x6x4 --gpus 0", "the number of GPUs must be 1 to"),
+    ("measure layers mlp:8x6x4 --gpus 0", "but must be 1 to"),
     ("measure layers mlp:8x6x4 --gpus 2 --out none/such/x.json", "cannot be written"),
     ("measure layers", "the following arguments are required"),
 ]
@@ -216,7 +216,7 @@ def test_corrupt_model(refuse: Run, here: Path, data: bytes) -> None:
 
 @pytest.mark.parametrize("suffix", [".pt2", ".pt", ".pth"])
 def test_files_that_pytorch_unpickles_are_not_opened(refuse: Run, suffix: str) -> None:
-    assert "export the model as .onnx" in " ".join(refuse("search", f"net{suffix}", "--gpus", "4").split())
+    assert "or export it as .onnx" in " ".join(refuse("search", f"net{suffix}", "--gpus", "4").split())
 
 
 def test_unsupported_onnx(refuse: Run, run: Run, here: Path) -> None:

@@ -95,7 +95,7 @@ def test_handshake_names_the_fact_and_the_ranks() -> None:
             comm.handshake({"torch": "2.13"} | ({"seed": "7"} if comm.rank == 2 else {}))
         return str(caught.value)
 
-    text = "the ranks differ in plan: a on ranks 0, 1 and 3, b on rank 2; every rank must be given the same"
+    text = "the ranks differ in plan: a on ranks 0, 1 and 3, b on rank 2: start every rank with the same"
     assert run_threads(4, differ) == [text] * 4
 
 

@@ -39,14 +39,14 @@ def test_defaults() -> None:
     [
         ({"RANK": ""}, "RANK not set"),
         ({"MASTER_ADDR": "", "MASTER_PORT": ""}, "MASTER_ADDR and MASTER_PORT not set"),
-        ({"RANK": "4"}, "RANK is '4'; it must be a whole number from 0 to 3"),
+        ({"RANK": "4"}, "RANK is '4', but must be an integer from 0 to 3"),
         ({"RANK": "-1"}, "RANK is '-1'"),
         ({"RANK": "one"}, "RANK is 'one'"),
-        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0'; it must be a whole number from 1"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0', but must be an integer from 1"),
         ({"WORLD_SIZE": "²"}, "WORLD_SIZE is '²'"),
         ({"MASTER_PORT": "65536"}, "MASTER_PORT is '65536'"),
-        ({"LOCAL_RANK": "4"}, "LOCAL_RANK is '4'; it must be a whole number from 0 to 3"),
-        ({"LOCAL_WORLD_SIZE": "5"}, "LOCAL_WORLD_SIZE is '5'; it must be a whole number from 1 to 4"),
+        ({"LOCAL_RANK": "4"}, "LOCAL_RANK is '4', but must be an integer from 0 to 3"),
+        ({"LOCAL_WORLD_SIZE": "5"}, "LOCAL_WORLD_SIZE is '5', but must be an integer from 1 to 4"),
     ],
 )
 def test_a_bad_environment(change: dict[str, str], text: str) -> None:
@@ -84,9 +84,11 @@ def test_a_bad_time_out(timeout_s: float) -> None:
 def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in GOOD.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(LayerwiseError, match="NCCL needs a GPU for each of the 4 ranks of a node; here are 0"):
+    with pytest.raises(
+        LayerwiseError, match="NCCL needs a GPU for each of the 4 ranks of a node, but there are 0 here"
+    ):
         start(backend="nccl")
-    with pytest.raises(LayerwiseError, match="there is no device 'cuda' here"):
+    with pytest.raises(LayerwiseError, match="device 'cuda' is not available"):
         start(device="cuda")
 
 

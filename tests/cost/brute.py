@@ -88,7 +88,56 @@ def legal(dims: tuple[Dim, ...], devices: int) -> tuple[Config, ...]:
         config = Config.of({str(d.label): degree for d, degree in zip(named, degrees, strict=True)})
         if config["k"] == 1 or scattered(config, dims) is not None:
             found += [config] if config.total in (1, devices) else [config, Config(config.degrees, "strided")]
+            spare = devices - config.total
+            for skip in {0, spare}:  # the last devices have no cell, or the first ones
+                weights = [0] * skip + [1 + 2 * i % 5 for i in range(config.total)] + [0] * (spare - skip)
+                unlike = config.weighted(tuple(weights if config["k"] == 1 else [int(w > 0) for w in weights]))
+                found += [unlike] if unlike.weights else []
     return tuple(found)
+
+
+def devices_of(config: Config, devices: int) -> list[int]:
+    """The device of each cell."""
+    if config.weights:
+        return [device for device, weight in enumerate(config.weights) if weight]
+    strided = config.placement == "strided"
+    return [number * devices // config.total if strided else number for number in range(config.total)]
+
+
+def cells_of(config: Config, dims: Sequence[Dim], degrees: Sequence[int], order: Sequence[int]) -> list[Box]:
+    """The cells in row-major order. Cuts of weighted ones are at the nearest unit that leaves none empty."""
+    if not any(w > 1 for w in config.weights):
+        return list(Grid(tuple(d.extent for d in dims), tuple(degrees), tuple(d.unit for d in dims)))
+    weights = dict(
+        zip(product(*(range(degrees[i]) for i in order)), [w for w in config.weights if w], strict=True)
+    )  # by place in each dimension
+    edges = []
+    for i, dim in enumerate(dims):
+        rest = [j for j in order if j != i]
+        share = []
+        for part in range(degrees[i]):
+            total: dict[tuple[int, ...], int] = {}  # of what is cut evenly, the least counts
+            for place, weight in weights.items():
+                at = dict(zip(order, place, strict=True))
+                if at[i] == part:
+                    key = tuple(at[j] for j in rest if dims[j].label != "c")
+                    total[key] = min(weight, total.get(key, weight))
+            share.append(1 if dim.label == "c" else sum(total.values()))
+        if len(set(share)) == 1:
+            edges.append([box.lo[0] for box in Grid((dim.extent,), (degrees[i],), (dim.unit,))] + [dim.extent])
+            continue
+        units, ends = dim.extent // dim.unit, [0]
+        for part in range(1, degrees[i]):
+            near = int(units * sum(share[:part]) / sum(share) + 0.5)
+            ends.append(max(near, ends[-1] + 1))
+        ends = [min(end, units - degrees[i] + part) for part, end in enumerate(ends)] + [units]
+        edges.append([end * dim.unit for end in ends])
+    return [
+        Box(
+            tuple(e[p] for e, p in zip(edges, at, strict=True)), tuple(e[p + 1] for e, p in zip(edges, at, strict=True))
+        )
+        for at in product(*map(range, degrees))
+    ]
 
 
 def configs(where: Space, devices: int, most: int = 2) -> st.SearchStrategy[tuple[Config, ...]]:
@@ -104,21 +153,27 @@ def holdings(config: Config, where: Space, devices: int) -> tuple[tuple[int, Box
     degrees = [config[d.label] if d.label else 1 for d in dims]
     inner = [i for i, d in enumerate(dims) if d.label != "n"]
     order = [i for i, d in enumerate(dims) if d.label == "n"] + inner  # samples outermost, k innermost
-    computed = list(Grid(tuple(d.extent for d in dims), tuple(degrees), tuple(d.unit for d in dims)))
+    computed = cells_of(config, dims, degrees, order)
     finer = degrees[:rank]
     axis = scattered(config, dims) if config["k"] > 1 else None
     if axis is not None:
         finer[axis] *= config["k"]
-    owned = list(Grid(where.out.shape, tuple(finer), where.out.units))
-    held = []
+    own_order = [i for i in order if i < rank]
+    owned = (
+        list(Grid(where.out.shape, tuple(finer), where.out.units))
+        if axis is not None
+        else cells_of(config, dims[:rank], finer, own_order)
+    )
+    held, at_device = [], devices_of(config, devices)
     for number, cell in enumerate(product(*(range(degrees[i]) for i in order))):
         at = dict(zip(order, cell, strict=True))
         own = [at[i] for i in range(rank)]
         if axis is not None:
             k = next(i for i, d in enumerate(dims) if d.label == "k")
             own[axis] = own[axis] * config["k"] + at[k]
-        device = number * devices // config.total if config.placement == "strided" else number
-        held.append((device, computed[_flat([at[i] for i in range(len(dims))], degrees)], owned[_flat(own, finer)]))
+        held.append(
+            (at_device[number], computed[_flat([at[i] for i in range(len(dims))], degrees)], owned[_flat(own, finer)])
+        )
     return tuple(held)
 
 

@@ -392,7 +392,7 @@ def test_other_conditions_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None
     assert not list(warnings(model_of()))
     assert not list(warnings(model_of(LayerTimes(WHERE))))
     (said,) = warnings(model_of(LayerTimes(WHERE), dtype="float16"))
-    assert "has times of layers at float32 only; at float16 t_C is analytic" in said
+    assert "has times for float32 only, so t_C in float16 is analytic" in said
     (said,) = warnings(model_of(LayerTimes(replace(WHERE, torch="2.11.0+cu128"))))
     assert "torch 2.11.0+cu128, and here is 2.13.0+cpu" in said
     (said,) = warnings(model_of(LayerTimes(replace(WHERE, device="another"))))

@@ -253,9 +253,9 @@ def test_what_is_written_is_read() -> None:
 def test_what_has_no_form_is_refused() -> None:
     builder = GraphBuilder("soft")
     x = builder.input("x", TensorSpec((4, 8), ("n", "c")))
-    with pytest.raises(LayerwiseError, match="'softmax': softmax has no form in JSON yet"):
+    with pytest.raises(LayerwiseError, match="'softmax': softmax cannot be written as JSON"):
         graph_json.write(builder.finish([builder.add("softmax", Softmax(1), [x])]))
-    with pytest.raises(LayerwiseError, match="fused has no form in JSON"):
+    with pytest.raises(LayerwiseError, match="fused cannot be written as JSON"):
         graph_json.write(fuse(inception(4)))
 
 
@@ -406,12 +406,12 @@ def test_a_network_returns_a_ranks_own_samples_or_is_refused(names: list[str]) -
     try:
         same_on_ranks(Steps(names))
     except LayerwiseError as error:
-        if "whose is lost on the way" not in str(error) and "merge" not in str(error):
+        if "which rows belong to which sample" not in str(error) and "merge" not in str(error):
             raise
 
 
 def test_rows_of_samples_that_are_no_samples_any_more_are_refused() -> None:
-    with pytest.raises(LayerwiseError, match=r"output 0 of the model, .*which rows are whose is lost"):
+    with pytest.raises(LayerwiseError, match=r"output 0 of the model, .*cannot tell which rows belong to which sample"):
         network_of(Steps(["the first two exchanged", "rows merged"]), (SAMPLES,), 8, "test")
 
 

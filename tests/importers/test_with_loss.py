@@ -48,10 +48,10 @@ def test_what_names_a_loss() -> None:
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        ("unet3d+ce", "names its loss already"),
+        ("unet3d+ce", "already names its loss"),
         ("net.onnx", "is for built-in networks"),
         ("here:code", "is for built-in networks"),
-        ("alexnet", "which it lacks"),
+        ("alexnet", "needs a single output"),
     ],
 )
 def test_what_has_no_place_for_one(model: str, said: str) -> None:

@@ -240,7 +240,7 @@ def test_results_of_others_are_not_taken(kind: str, tmp_path: Path) -> None:
         return predict(module, volumes(), out, reduce="argmax", progress=False)
 
     for again in (lambda: run_threads(2, other), lambda: run(2, volumes(), out, reduce="softmax")):
-        with pytest.raises(LayerwiseError, match="not known to be of these weights and options"):
+        with pytest.raises(LayerwiseError, match="may belong to other weights or options"):
             again()
     assert len(run(1, volumes(), out, reduce="softmax", overwrite=True)[0].written) == len(SHAPES)
     assert run(2, volumes(), out, reduce="softmax")[0].written == ()
@@ -291,15 +291,15 @@ def test_what_cannot_be(tmp_path: Path) -> None:
     wrong: list[tuple[object, object, dict[str, Any], str]] = [
         ([np.zeros((2, 16, 16, 16))], tmp_path / "a", {}, r"has shape \(2, 16, 16, 16\), and the model takes"),
         ([np.zeros((16, 16, 16))], tmp_path / "a", {}, r"has shape \(16, 16, 16\), and the model takes"),
-        ([np.full((1, 16, 16, 16), np.nan)], tmp_path / "a", {}, "no finite numbers"),
-        (volumes(), tmp_path / "a.txt", {}, "predict makes .npy files"),
-        (volumes(), tmp_path / "a.npy", {}, "makes an array of shape"),
+        ([np.full((1, 16, 16, 16), np.nan)], tmp_path / "a", {}, "not finite"),
+        (volumes(), tmp_path / "a.txt", {}, "predict writes .npy files"),
+        (volumes(), tmp_path / "a.npy", {}, "has an array of shape"),
         (volumes(), tmp_path / "a", {"overlap": 1.0}, "overlap is 1.0; it must be at least 0"),
         (volumes(), tmp_path / "a", {"mirror": "s"}, "'s' is none of d, h, w"),
         (volumes(), tmp_path / "a", {"window": (4, 4)}, "must have an extent for each of d, h, w"),
         (volumes(), tmp_path / "a", {"reduce": "max"}, "it must be 'argmax', 'softmax', 'sigmoid', a function or None"),
         (volumes(), tmp_path / "a", {"reduce": lambda y: y.sum()}, "must return a tensor"),
-        (volumes(), tmp_path / "a", {"output": 1}, "there is no number 1"),
+        (volumes(), tmp_path / "a", {"output": 1}, "output=1 is out of range"),
     ]
     for samples, out, options, said in wrong:
         with pytest.raises(LayerwiseError, match=said):
@@ -380,7 +380,7 @@ def test_what_was_in_training_is_so_again(tmp_path: Path) -> None:
 
 def test_labels_that_do_not_fit_are_refused() -> None:
     out = np.zeros((1, 16, 16, 16), np.uint8)
-    with pytest.raises(LayerwiseError, match="has a number 300"):
+    with pytest.raises(LayerwiseError, match="contains 300"):
         predict(
             module_of(SoloComm()), [volumes()[1]], out, progress=False,
             reduce=lambda y: torch.full_like(y[:, 0], 300, dtype=torch.int32),

@@ -20,64 +20,66 @@ ROUGH = 2e-2  # of numbers that were rounded to 16 bits on the way
 PRODUCTS_OF_16_BITS = {"muon"}
 # With what words, by the kind of plan. What is not here works.
 REFUSED: Mapping[str, Mapping[str, str]] = {
-    "optimizer_of_before": {"split": "build the optimizer over the returned model's parameters"},
-    "penalty_on_gradients": dict.fromkeys(("data", "split"), "it is a sum over the ranks, and no graph of it is kept"),
+    "optimizer_of_before": {"split": "build the optimizer after parallelize returns"},
+    "penalty_on_gradients": dict.fromkeys(("data", "split"), "it is a sum over ranks, which has no graph"),
     "of_parameters": {
-        "data": "would give the gradient of this rank's samples only",
-        "split": "was asked for by torch.autograd.grad or by inputs= of backward()",
+        "data": "would return the gradient of this rank's samples only",
+        "split": "torch.autograd.grad or backward(inputs=...) asked for the gradient",
     },
     "of_parameters_or_none": {
-        "data": "would give the gradient of this rank's samples only",
-        "split": "was asked for by torch.autograd.grad or by inputs= of backward()",
+        "data": "would return the gradient of this rank's samples only",
+        "split": "torch.autograd.grad or backward(inputs=...) asked for the gradient",
     },
-    "transformed": dict.fromkeys(("data", "split"), "was called within a transform of torch.func"),
-    "some_inputs": {"split": "was asked for by torch.autograd.grad or by inputs= of backward()"},
-    "some_inputs_twice": {"split": "was asked for by torch.autograd.grad or by inputs= of backward()"},
-    "torch_save_by_one_rank": {"split": "alone, as torch.save(model.state_dict()) writes them"},
-    "pickled": dict.fromkeys(("data", "split"), "the parallel module cannot be pickled"),
-    "part_in_evaluation": {"split": "'training' of module 'head', which was set after the model was made parallel,"},
-    "frozen_statistics": {"split": "'training' of module 'norm', which was set after the model was made parallel,"},
-    "another_momentum": {"split": "'momentum' of module 'norm', which was set after the model was made parallel,"},
+    "transformed": dict.fromkeys(("data", "split"), "was called within a torch.func transform"),
+    "some_inputs": {"split": "torch.autograd.grad or backward(inputs=...) asked for the gradient"},
+    "some_inputs_twice": {"split": "torch.autograd.grad or backward(inputs=...) asked for the gradient"},
+    "torch_save_by_one_rank": {"split": "shards, as torch.save(model.state_dict()) writes them"},
+    "pickled": dict.fromkeys(("data", "split"), "the parallel model cannot be pickled"),
+    "part_in_evaluation": {"split": "'training' of module 'head', set after the model was made parallel,"},
+    "frozen_statistics": {"split": "'training' of module 'norm', set after the model was made parallel,"},
+    "another_momentum": {"split": "'momentum' of module 'norm', set after the model was made parallel,"},
     "part_replaced": {
-        "data": "the model has other parameters or layers than when it was made parallel",
-        "split": "the parallel module's parameters, buffers or layers are others than it was made with",
+        "data": "the model's parameters or layers changed after it was made parallel",
+        "split": "the parallel model's parameters, buffers or layers were replaced",
     },
     "pruned": {
-        "data": "the model has other parameters or layers than when it was made parallel",
-        "split": "layers was to be replaced or added, as prune, weight_norm and their removal do",
+        "data": "the model's parameters or layers changed after it was made parallel",
+        "split": "layers was replaced or added, as prune and weight_norm do",
     },
     "parametrized": {
-        "data": "the model has other parameters or layers than when it was made parallel",
-        "split": "layers are others than it was made with",
+        "data": "the model's parameters or layers changed after it was made parallel",
+        "split": "layers were replaced",
     },
-    "pruning_removed": {"split": "layers was to be replaced or added, as prune, weight_norm and their removal do"},
-    "pruned_again": {"split": "a tensor that the model's forward pass sets on a layer, as weight_norm and prune do"},
+    "pruning_removed": {"split": "layers was replaced or added, as prune and weight_norm do"},
+    "pruned_again": {
+        "split": "a tensor was used that the model's forward pass sets on a layer, as weight_norm and prune do"
+    },
     "part_called": {"split": "a call or a hook of one of the model's layers is not supported"},
-    "statistics_again": {"split": "'momentum' of module 'norm', which was set after"},
+    "statistics_again": {"split": "'momentum' of module 'norm', set after"},
     "forward_hooks": {"split": "a call or a hook of one of the model's layers is not supported"},
-    "hooks_of_all": {"split": "a hook of all modules, by register_module_forward_hook and the like, is not supported"},
+    "hooks_of_all": {"split": "a global module hook (register_module_forward_hook or similar) is not supported"},
     "forward_hooks_of_before": {"split": "has a forward hook, which would not be called in training"},
     "unlike_modes": dict.fromkeys(("data", "split"), "is in training mode on ranks 0 and in evaluation mode on the"),
-    "kept_loss": {"split": "'balance' of the parallel module is not supported where a plan splits layers"},
-    "checkpointed": {"split": "torch.utils.checkpoint around the parallel module is not supported"},
+    "kept_loss": {"split": "'balance' of the parallel module is not supported if the plan splits layers"},
+    "checkpointed": {"split": "torch.utils.checkpoint around the parallel model is not supported"},
     "checkpointed_norm": {"split": "moves running statistics of batch norms twice a step"},
-    "function": {"split": "has an autograd function, Reversed, with a backward pass of its own"},
+    "function": {"split": "has an autograd function, Reversed, with its own backward pass"},
     "hook_inside": {"split": "registers a hook of a gradient in its forward"},
-    "compiled": dict.fromkeys(("data", "split"), "torch.compile of the parallel module is not supported"),
+    "compiled": dict.fromkeys(("data", "split"), "torch.compile of the parallel model is not supported"),
     "ddp_of_a_holder": dict.fromkeys(
-        ("data", "split"), "DistributedDataParallel is around a module that holds the parallel one"
+        ("data", "split"), "DistributedDataParallel wraps a module that holds the parallel model"
     ),
     "fully_shard_of_a_holder": {
-        "data": "leave fully_shard out",
-        "split": "" if torch.__version__.startswith("2.11.") else "leave fully_shard out",  # there PyTorch's words
+        "data": "fully_shard",
+        "split": "" if torch.__version__.startswith("2.11.") else "fully_shard",  # there PyTorch's words
     },
-    "buffer_loaded": {"split": "buffer 'mean' was given other values after the model was made parallel"},
-    "shared_layers": dict.fromkeys(("data", "split"), "make one module of both models, and make that parallel"),
+    "buffer_loaded": {"split": "buffer 'mean' changed after the model was made parallel"},
+    "shared_layers": dict.fromkeys(("data", "split"), "put both models into one module and parallelize that"),
     "weights_of_losses": {
-        "data": "was given a gradient that is another one on every rank",
-        "split": "a parameter that the model's forward pass does not read was used outside of it",
+        "data": "got a gradient that differs between ranks",
+        "split": "a parameter that the model's forward pass does not read was used outside it",
     },
-    "ddp_around": dict.fromkeys(("data", "split"), "stands in DistributedDataParallel's place"),
+    "ddp_around": dict.fromkeys(("data", "split"), "replaces DistributedDataParallel"),
 }
 
 
@@ -164,10 +166,12 @@ def test_a_loop_with_other_forms_of_layers(loop: Loop, kind: str) -> None:
 
 def test_the_page_has_every_row() -> None:
     """Under the heading of what becomes of it: `- what *(note)*`, or `| what | do instead |`."""
-    works, half, refused = re.split(r"^## ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:4]
+    first, works, half, refused = re.split(r"^## ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:5]
+    row = re.compile(r"^\| (.+?) \| [^|]*\|$", re.MULTILINE)
     page = dict.fromkeys(re.findall(r"^- (.+?)(?: \*\(.*\)\*)?$", works, re.MULTILINE), ("works", "works"))
     for section, became in ((half, ("works", "refused")), (refused, ("refused", "refused"))):
-        page |= dict.fromkeys(re.findall(r"^\| (.+?) \| [^|]*\|$", section, re.MULTILINE)[1:], became)
+        page |= dict.fromkeys(row.findall(section)[1:], became)
+    assert {page[what] for what in row.findall(first)[1:]} == {("works", "refused"), ("refused", "refused")}
     states = {
         (loop.__doc__ or "").strip(): tuple(
             "refused" if kind in REFUSED.get(loop.__name__, {}) else "works" for kind in ("data", "split")

@@ -43,7 +43,7 @@ def test_the_machine_is_the_one_that_was_asked_for() -> None:
         ("l4,link=1Gb/s,link=200Gb/s", "an option is given twice"),
         ("l4,lnk=200Gb/s", r"unknown option 'lnk' \(did you mean 'link'\?\)"),
         ("l4,link=200", "give bits or bytes a second"),
-        ("l4,link=3x100Gb/s", "3 ports do not serve 8 devices"),
+        ("l4,link=3x100Gb/s", "3 ports cannot be shared equally by the 8 devices"),
         ("l4,node=0", "not a whole number from 1"),
     ],
 )

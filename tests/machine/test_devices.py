@@ -123,7 +123,7 @@ def test_equal_graphs_share_a_cache_entry() -> None:
         (65_537, None, "not 65,537"),
         (6, None, "6 GPUs do not fill nodes of 4: take 4 or 8 GPUs"),
         (16, 5, "16 GPUs do not fill nodes of 5: take 15 or 20 GPUs"),
-        (16, 0, "GPUs per node must be at least 1, not 0"),
+        (16, 0, "GPUs per node is 0, but must be at least 1"),
     ],
 )
 def test_gpus_that_cannot_be(gpus: int, gpus_per_node: int | None, said: str) -> None:
@@ -134,7 +134,7 @@ def test_gpus_that_cannot_be(gpus: int, gpus_per_node: int | None, said: str) ->
 def test_a_machine_of_one_node_has_no_second() -> None:
     node = Profile("box", "one node", V100.processor, V100.levels[:1], {})
     assert len(node.device_graph(4).levels) == 1
-    with pytest.raises(LayerwiseError, match=r"profile box describes a single node and 8 GPUs are more than its 4"):
+    with pytest.raises(LayerwiseError, match=r"profile box describes a single node of 4 GPUs, fewer than 8"):
         node.device_graph(8)
 
 

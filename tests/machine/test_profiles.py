@@ -265,14 +265,14 @@ FIELDS: list[tuple[str, object, str]] = [
     ("levels[1].devices", {"value": 4, "source": "x"}, "must nest: 4 is no larger multiple"),
     ("levels[1].devices_per_port", {"value": 3, "source": "x"}, "3 does not divide the 4 devices"),
     ("levels[1].devices_per_port.value", "rack", "expected a whole number or 'node', found 'rack'"),
-    ("levels[1].name", "node", "two levels are called 'node'"),
+    ("levels[1].name", "node", "two levels are named 'node'"),
     ("other_links[0].latency_s", ..., "missing"),
     ("speed", 1, "unknown field"),
     ("layer", {}, "unknown field; did you mean 'layers'"),
     ("layers", {"conv1": {"s": 1}}, "unknown field; known here: version, sets"),
     ("format", "profile", '"format": "layerwise-profile"'),
-    ("version", 2, "reads version 1 only, found 2"),
-    ("version", ..., "reads version 1 only, found null"),
+    ("version", 3, "reads versions 1 and 2, found 3"),
+    ("version", ..., "reads versions 1 and 2, found null"),
 ]
 OF_LINKS: list[tuple[str, object, str]] = [
     ("links.version", 2, "this layerwise reads version 1 only"),
@@ -370,10 +370,10 @@ def test_a_user_without_a_home(homeless: Path) -> None:
 def test_a_folder_among_temporary_files_that_others_can_write_into_is_not_used(homeless: Path, tmp_path: Path) -> None:
     homeless.mkdir()
     homeless.chmod(0o777)
-    with pytest.raises(LayerwiseError, match="set LAYERWISE_CACHE to a folder of your own"):
+    with pytest.raises(LayerwiseError, match="set LAYERWISE_CACHE to your own folder"):
         folder()
     homeless.rmdir()
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     homeless.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(LayerwiseError, match="set LAYERWISE_CACHE to a folder of your own"):
+    with pytest.raises(LayerwiseError, match="set LAYERWISE_CACHE to your own folder"):
         folder()

@@ -20,7 +20,7 @@ from layerwise.graph.fuse import fuse
 from layerwise.importers.load import load_model
 from layerwise.machine import DeviceGraph, Level, load, save
 from layerwise.machine.curves import Curve, Overlap, trimmed
-from layerwise.measure import beside
+from layerwise.measure import beside, timing
 from layerwise.measure import links as module
 from layerwise.measure.beside import rates
 from layerwise.measure.links import (
@@ -44,13 +44,14 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SIZES", (1024, 4096, 16384))
     monkeypatch.setattr(beside, "KERNEL", {"cpu": (1, 4, 4, 4)})
     monkeypatch.setattr(beside, "ALONE", 1e-4)
+    monkeypatch.setattr(module, "ROUND_S", 1e-4)
     monkeypatch.setattr("layerwise.measure.timing.ROUND_S", 1e-4)
     monkeypatch.setattr("layerwise.measure.timing.ROUNDS", 2)
 
 
-def run(where: Topology) -> list[tuple[Measured, dict[str, object]]]:
+def run(where: Topology, budget_s: float = 60.0) -> list[tuple[Measured, dict[str, object]]]:
     def measure(comm: ThreadComm) -> tuple[Measured, dict[str, object]]:
-        return measure_links(comm, where, 1.0), conditions(comm, where)
+        return measure_links(comm, where, budget_s), conditions(comm, where)
 
     return run_threads(where.size, measure)
 
@@ -69,6 +70,19 @@ def test_every_operation_of_every_shape_is_measured_and_all_ranks_agree(where: T
     for s in measured.series:
         assert all(a[0] < b[0] and a[1] <= b[1] for a, b in pairwise(s.curve.knots))
         assert s.curve.knots[0][1] > 0
+
+
+def test_without_time_each_curve_has_few_points_of_one_round_and_the_largest_sum_alone_an_overlap(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A budget binds by what is left out."""
+    rounds = []
+    taken = timing._slowest
+    monkeypatch.setattr(timing, "_slowest", lambda *args: rounds.append(args) or taken(*args))
+    measured = run(Topology(1, 4), 0.0)[0][0]
+    assert {tuple(size for size, _ in s.points) for s in measured.series} == {(1024.0, 16384.0)}
+    assert [(o.operation, o.fan) for o in measured.overlaps] == [("all_reduce", (4,))]
+    assert len(rounds) == 4 * 3 * 2 * len(measured.series)  # ranks, two to begin with and one, sizes
 
 
 def test_the_profile_has_what_was_measured_and_search_uses_it(tmp_path: Path) -> None:

@@ -181,7 +181,7 @@ def test_an_environment_that_is_not_torchruns(
     for name, value in (TORCHRUN | {"WORLD_SIZE": "two"}).items():
         monkeypatch.setenv(name, value)
     assert run_main(main, ["links", "--out", str(tmp_path / "x.json")]) == 2
-    assert "WORLD_SIZE is 'two'; it must be a whole number" in capsys.readouterr().err
+    assert "WORLD_SIZE is 'two', but must be an integer" in capsys.readouterr().err
 
 
 def test_a_profile_of_one_node_is_refused_before_two_are_measured(

@@ -40,8 +40,7 @@ def test_layouts_put_each_cell_on_one_device(where: Space, devices: int, data: s
         assert (each.count == each.active.sum(1)).all()
     for c, config in enumerate(configs):
         active = np.nonzero(cells.computed.active[c])[0].tolist()
-        step = devices / config.total if config.placement == "strided" else 1
-        assert active == [int(i * step + 1e-9) for i in range(config.total)]
+        assert active == brute.devices_of(config, devices)
         assert (cells.computed.index[c, ~cells.computed.active[c]] == -1).all()
         assert (cells.owned.index[c, ~cells.computed.active[c]] == -1).all()
         computed = {tuple(row) for row in cells.computed.index[c, active].tolist()}
@@ -51,8 +50,8 @@ def test_layouts_put_each_cell_on_one_device(where: Space, devices: int, data: s
         assert len(computed) == len(owned) == config.total
         for device, cell, own in brute.holdings(config, where, devices):
             skip = not rank  # a scalar counts as one dimension
-            assert _box(cells.computed.index[c, device, skip:], cells.computed.degrees[c, skip:], where.dims) == cell
-            assert _box(cells.owned.index[c, device, skip:], cells.owned.degrees[c, skip:], where.dims[:rank]) == own
+            assert _box(cells.computed.index[c, device, skip:], cells.computed.cuts[c, skip:], where.dims) == cell
+            assert _box(cells.owned.index[c, device, skip:], cells.owned.cuts[c, skip:], where.dims[:rank]) == own
             assert (own & Box(cell.lo[:rank], cell.hi[:rank])) == own  # partial sums are scattered inside of it
 
 
@@ -84,13 +83,13 @@ def test_boxes_are_those_of_the_cells(network: LayerGraph, graph: DeviceGraph, d
         cells, dims = layout(configs, layer.space, graph.count), layer.space.dims
         needed = [brute.input_of(layer, slot) for slot in range(len(layer.inputs))]
         for maps, epilogue in [*needed, *((p.maps, p.epilogue) for _, p in layer.own_parameters())]:
-            degrees = cells.at(epilogue).degrees
+            degrees = cells.at(epilogue).cuts
             largest, total = largest_box(maps, dims, degrees), all_boxes(maps, dims, degrees)
             for i, config in enumerate(configs):
                 rows = brute.holdings(config, layer.space, graph.count)
                 volumes = [brute.need(maps, own if epilogue else cell).volume for _, cell, own in rows]
                 assert (largest[i], total[i]) == (max(volumes), sum(volumes)), f"{layer.name} {config}"
-        extents = largest_extents(dims, cells.computed.degrees)
+        extents = largest_extents(dims, cells.computed.cuts)
         for i, config in enumerate(configs):
             shapes = [cell.shape for _, cell, _ in brute.holdings(config, layer.space, graph.count)]
             assert extents[i].tolist() == np.array(shapes).reshape(len(shapes), -1).max(0).tolist()

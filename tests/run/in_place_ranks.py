@@ -76,28 +76,29 @@ def calls(act: Callable[[], object], fails: str = "") -> list[str]:
 def failed_at_every_step(comm: Comm, degrees: dict[str, int] | None, device: str) -> int:
     """How many steps failed, after each of which the model was as before; then it is made parallel, and trained."""
     example = SAMPLES[0].to(device)
-    network = traced(Net(device), example)
-    plan, options = plan_of(network, comm.size, degrees), RuntimeOptions(torch.device("cpu"), torch.float64)
+    options = RuntimeOptions(torch.device("cpu"), torch.float64)
 
-    def make(model: nn.Module, fails: str = "") -> list[str]:
+    def made_of(model: nn.Module) -> Callable[..., list[str]]:
+        """Makes it parallel: of one trace, as the model is what it was whenever that fails."""
         own = replace(traced(model, example), itself=True)
-        return calls(lambda: build_module(plan, own, comm, options), fails)
+        plan = plan_of(own, comm.size, degrees)
+        return lambda fails="": calls(lambda: build_module(plan, own, comm, options), fails)
 
-    make(Net(device))  # answers that are cached are not computed again
-    names = make(Net(device))
+    made_of(Net(device))()  # answers that are cached are not computed again
+    names = made_of(Net(device))()
     done = next(i for i, name in enumerate(names) if name.endswith(".keep"))
     steps = list(dict.fromkeys(names[names.index(BEGINS) + 1 : done]))
     model = Net(device)
-    before = facts(model)
+    before, make = facts(model), made_of(model)
     for step in steps:
         with pytest.raises(PlantedError):
-            make(model, step)
+            make(step)
         changed = [pair for pair in zip(before, facts(model), strict=True) if pair[0] != pair[1]]
         assert not changed, (step, changed)
-    make(model)
+    make()
     x = SAMPLES[0][layerwise.of(model).share()]
     loss(model(x)).backward()
     assert all(p.grad is not None for name, p in model.named_parameters() if name != "unread")
-    with pytest.raises(LayerwiseError, match="is parallel already"):
+    with pytest.raises(LayerwiseError, match="is already parallel"):
         layerwise.parallelize(model, x, verbose=False)
     return len(steps)

@@ -133,14 +133,18 @@ def random_plan(graph: LayerGraph, ranks: int, seed: int, io: str, choose: Calla
 
 def _drawn(graph: LayerGraph, ranks: int, seed: int, io: str, choose: Callable[..., object] | None) -> Plan:
     rng = random.Random(seed)
-    space = SearchSpace(ranks, dims=("n", "c", "d", "h", "w", "l", "s", "k"), spread=True)
+    unequal = random.Random(f"weights {seed}")
+    weights = [tuple(unequal.choices((1, 2, 5), k=ranks)) for _ in range(2)] if choose is None and seed % 2 else []
+    dims = ("n", "c", "d", "h", "w", "l", "s", "k")
+    space = SearchSpace(ranks, dims=dims, spread=True, weights=tuple(weights))
     pick = choose or rng.choice
     strategy = {layer.name: pick(held_configurations(layer, space)) for layer in graph.inner}
     if choose is None:
         draw = random.Random(f"states {seed}")  # none in some plans
         states = draw.choice([STATES[:1], STATES])
         strategy = {name: replace(config, states=draw.choice(states)) for name, config in strategy.items()}
-    plan = priced(Plan("test", graph.digest, graph.batch, ranks, ranks, io, True, strategy), graph)
+    shares = weights[0] if weights else ()
+    plan = priced(Plan("test", graph.digest, graph.batch, ranks, ranks, io, True, strategy, shares=shares), graph)
     orders = (rng.sample(range(ranks), ranks) for _ in range(6))
     shuffled = (replace(plan, device_order=tuple(order)) for order in orders)
     return next((one for one in shuffled if shared_out(graph, one)), plan)
@@ -149,7 +153,9 @@ def _drawn(graph: LayerGraph, ranks: int, seed: int, io: str, choose: Callable[.
 def priced(plan: Plan, graph: LayerGraph) -> Plan:
     """With the bytes that it sends."""
     devices = load_profile("cpu").device_graph(gpus=plan.gpus, gpus_per_node=plan.gpus)
-    return replace(plan, predicted=predicted_bytes(CostModel(graph, devices, CostOptions(io=plan.io)), plan.strategy))
+    return replace(
+        plan, predicted=predicted_bytes(CostModel(graph, devices, CostOptions(io=plan.io), plan.shares), plan.strategy)
+    )
 
 
 def priced_mixed(plan: Plan, graph: LayerGraph, autocast: str | None) -> Plan:

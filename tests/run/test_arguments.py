@@ -173,7 +173,7 @@ def test_numbers_among_the_arguments_are_those_of_the_example(example: dict[str,
         )
         with pytest.raises(LayerwiseError, match="'fill'"):
             module(**batch | {"fill": 7.0})
-        with pytest.raises(LayerwiseError, match="'times' is not one of them"):
+        with pytest.raises(LayerwiseError, match="'times' is not among them"):
             module(**batch, times=True)
         made: Tensor = module(**batch).detach()
         return made
@@ -199,9 +199,9 @@ class Decoder(nn.Module):
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"cache": []}, "'cache' is not one of them"),
-        ({"cache": [1.0]}, "'cache\\[0\\]' is not one of them"),
-        ({"first": True}, "'first' is not one of them"),
+        ({"cache": []}, "'cache' is not among them"),
+        ({"cache": [1.0]}, "'cache\\[0\\]' is not among them"),
+        ({"first": True}, "'first' is not among them"),
     ],
 )
 def test_evaluation_with_an_argument_that_the_plan_does_not_know(more: dict[str, Any], said: str) -> None:
@@ -244,7 +244,7 @@ def test_evaluation_without_labels_and_with_another_number() -> None:
         ).eval()
         with torch.no_grad():
             assert model(x, scale=2.0).shape == (2, 4)
-            with pytest.raises(LayerwiseError, match=r"called with 3.0 where it was made parallel for 2.0 \('scale'\)"):
+            with pytest.raises(LayerwiseError, match=r"called with 3.0, but was made parallel for 2.0 \('scale'\)"):
                 model(x, scale=3.0)
 
     run_threads(2, called)

@@ -170,4 +170,4 @@ def test_gradients_of_inputs_of_unlike_shares_are_refused() -> None:
     _, network = mlp()
     x = SAMPLES[0].clone().requires_grad_()
     for text in refused(network, lambda made: made(x[made.share(7)], batch=7)):
-        assert "requires a gradient, which is made only where all ranks feed equally many samples" in text
+        assert "requires a gradient, which layerwise computes only if all ranks feed the same number of samples" in text

@@ -109,5 +109,5 @@ def test_casts_are_kept(case: str) -> None:
 def test_a_model_of_two_types_is_not_run_in_a_third() -> None:
     model, x = Model(F64, CASES["to bfloat16 and back"][2], F64), torch.randn(4, 6).double()
     network = network_of(model, (x,), 4, "test")
-    with pytest.raises(LayerwiseError, match=r"computes in bfloat16 and the model in float64.*dtype=torch.float64"):
+    with pytest.raises(LayerwiseError, match=r"computes in bfloat16 but the model in float64.*dtype=torch.float64"):
         load(random_plan(fuse(network.graph), 1, 0, "sample"), network, dtype=F32)

@@ -148,7 +148,7 @@ def test_recomputation_and_compile() -> None:
     [
         ("inductor", "compile is 'inductor'; it must be True, False or a dict"),
         ({"speed": 9}, "torch.compile has no argument 'speed', but fullgraph"),
-        ({"mode": "fastest"}, "torch.compile refuses compile={'mode': 'fastest'}: Unrecognized mode"),
+        ({"mode": "fastest"}, "torch.compile does not accept compile={'mode': 'fastest'}: Unrecognized mode"),
     ],
 )
 def test_what_compile_does_not_take(compile: Any, message: str) -> None:
@@ -272,7 +272,7 @@ def test_what_cannot_be_compiled_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         return run(self, *given)
 
     monkeypatch.setattr(Linear, "run", breaks)
-    with pytest.raises(LayerwiseError, match=r"^layer 'conv … head' cannot be compiled, leave compile= out: "):
+    with pytest.raises(LayerwiseError, match=r"^layer 'conv … head' cannot be compiled: leave compile= out "):
         layers_of(QUICK)(IMAGES[0])
 
 

@@ -67,7 +67,7 @@ def test_saving_a_split_state_dict_by_accelerate_says_what_to_do() -> None:
 
 def test_a_collective_of_the_loops_own_says_what_to_do() -> None:
     ranks, cuts = PLANS["filters"]
-    instead = "by a collective of the loop's own, which is not needed (their gradients are summed, and p.full_tensor()"
+    instead = "a collective outside layerwise, or DistributedDataParallel around a module that holds the parallel model"
     assert all(instead in said for said in run_ranks(ranks, f"{HERE}sent_by_hand", cuts))
 
 

@@ -125,5 +125,5 @@ def test_a_parameter_of_its_own_that_only_one_rank_reads() -> None:
 def test_cuts_that_dtensors_cannot_have_are_refused() -> None:
     graph = fuse(given().graph)
     head = [layer for layer in graph.inner if layer.own_parameters()][-1]
-    with pytest.raises(LayerwiseError, match="unlike torch\\.chunk, by which DTensors are cut"):
+    with pytest.raises(LayerwiseError, match="differently from torch\\.chunk, which DTensors need"):
         parse_strategy({one.name: {"c": 3} if one is head else {} for one in graph.inner}, graph, 3)

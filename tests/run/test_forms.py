@@ -113,18 +113,18 @@ def test_what_is_the_same_for_all_samples_must_be_so_on_all_ranks(degrees: dict[
     outputs = on_ranks(network, lambda found: rank(found, scale), 2, plan)
     assert difference(torch.cat(outputs), module(X, scale)) <= 1e-9
     for said in refused(network, lambda found: rank(found, scale + found.share().start), plan=plan):
-        assert said.startswith("an input that is the same for all samples, such as the texts of classes, has other")
+        assert said.startswith("an input that all samples share, such as the texts of classes, has different")
 
 
 def test_rows_of_what_all_samples_are_compared_with_are_refused() -> None:
     """As a loader gives each rank its rows of it."""
     network, _, inputs = made("all samples compared")
     for said in refused(network, lambda m: m(*share_of(inputs, m.share())), plan=plan_of(network, 2)):
-        assert said.startswith("an input that is the same for all samples, such as the texts of classes, has other")
+        assert said.startswith("an input that all samples share, such as the texts of classes, has different")
 
 
 def test_another_number_is_refused() -> None:
     network, _, (given, _, _) = made("dict, list, None, number")
     plan = plan_of(network, 2, {"c": 2})
     said = refused(network, lambda m: m(*share_of((given, None, 0.7), m.share())), plan=plan)
-    assert all(text.startswith("the model is called with 0.7 where it was made parallel for 0.3") for text in said)
+    assert all(text.startswith("the model is called with 0.7, but was made parallel for 0.3") for text in said)

@@ -182,7 +182,7 @@ def test_checkpoint_around_the_module_is_refused_at_once(reentrant: bool) -> Non
 
     for degrees in (CUT, {"n": 2}):
         for text in refused(network, act, 2, plan_of(network, 2, degrees)):
-            assert text.startswith("torch.utils.checkpoint around the parallel module is not supported")
+            assert text.startswith("torch.utils.checkpoint around the parallel model is not supported")
 
 
 def test_values_may_be_loaded_before_the_first_step() -> None:

@@ -59,7 +59,7 @@ def test_ranks_that_feed_other_numbers_of_samples_than_the_layers_need_are_refus
     _, network = layered_mlp()
     told = refused(network, lambda made: made(SAMPLES[0][: 5 if made.comm.rank else 3]))
     assert len(set(told)) == 1
-    assert told[0].startswith("the ranks were given 3, 5 samples, and their shares of a batch of 8 are 4, 4: give each")
+    assert told[0].startswith("the ranks fed 3, 5 samples, but their shares of a batch of 8 are 4, 4: feed")
 
 
 def test_ranks_feed_unlike_numbers_of_samples_where_none_travel() -> None:
@@ -94,7 +94,7 @@ def test_join_is_refused_with_what_to_do(network: Network) -> None:
     """As Join asks each of its modules for it."""
     for text in refused(network, lambda made: made.join_hook()):
         assert text.startswith(
-            "torch.distributed.algorithms.Join is not supported: all ranks take part in every batch."
+            "torch.distributed.algorithms.Join is not supported, as all ranks take part in every batch:"
         )
 
 

@@ -96,7 +96,7 @@ def test_a_part_in_another_mode_is_refused(part: nn.Module, training: bool) -> N
     module = nn.Sequential(nn.Linear(4, 6), part).double().train(training)
     part.train(not training)
     modes = ("evaluation", "training") if training else ("training", "evaluation")
-    with pytest.raises(LayerwiseError, match=f"layer '1' is in {modes[0]} mode and the model is not"):
+    with pytest.raises(LayerwiseError, match=f"layer '1' is in {modes[0]} mode but the model is not"):
         traced(module)
     module.train()
     assert traced(module).graph.layers
@@ -121,4 +121,4 @@ def test_a_batch_norm_called_twice_is_refused(ranks: int) -> None:
         return str(raised.value)
 
     for text in run_threads(ranks, rank, timeout_s=20):
-        assert "uses buffer 'norm.running_mean' that another layer has, too" in text
+        assert "shares buffer 'norm.running_mean' with another layer" in text

@@ -51,7 +51,7 @@ def test_unlike_shapes_are_refused_on_every_rank(degrees: dict[str, int], known:
         made(IMAGES[0][made.share()][..., : 5 + made.comm.rank])
 
     for text in refused(network, act, 2, plan_of(network, 2, degrees)):
-        assert "the ranks were given samples of unlike shapes" in text
+        assert "the ranks fed samples of different shapes" in text
 
 
 def test_ranks_without_a_batch_norm_may_have_unlike_shapes() -> None:
@@ -171,4 +171,4 @@ def test_a_batch_of_fewer_samples_than_ranks(degrees: dict[str, int]) -> None:
         2,
         plan_of(network, 2, degrees),
     ):
-        assert text.startswith("a batch of 1 samples does not give each of 2 ranks one")
+        assert text.startswith("a batch of 1 samples leaves some of 2 ranks without one")

@@ -208,7 +208,7 @@ def test_bad_input_is_one_clear_error() -> None:
             module(given.inputs[0][:3], batch=4)
         with pytest.raises(LayerwiseError, match="missing a required argument"):
             module()
-        with pytest.raises(LayerwiseError, match="and the plan is for"):
+        with pytest.raises(LayerwiseError, match="but the plan is for"):
             module(given.inputs[0][module.share(), :, :5])
         with pytest.raises(LayerwiseError, match="which the model does not have"):
             module.load_state_dict(module.full_state_dict() | {"nonsense": torch.zeros(1)})

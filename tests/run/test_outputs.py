@@ -153,5 +153,7 @@ def test_an_output_of_another_shape_than_the_models_own_is_not_returned(wrong: C
     module = load(random_plan(fuse(graph), 1, 0, "sample"), graph)
     schedule, right = of(module).rank_schedule, list(module(torch.randn(4, 6)))
     assert len(returned(schedule, right, None, 4)) == 2
-    with pytest.raises(LayerwiseError, match=r"an output has shape .* and the model's of the 4 samples"):
+    with pytest.raises(
+        LayerwiseError, match=r"an output has shape .* but the model's output for this rank's 4 samples"
+    ):
         returned(schedule, [right[0], wrong(right[1])], None, 4)

@@ -49,7 +49,7 @@ def test_a_model_that_was_moved_away_is_refused_until_it_is_back() -> None:
 
     for cut in ({"c": 2}, {"n": 2}):
         for text in on_ranks(network, moved, 2, plan_of(network, 2, cut)):
-            assert "are on meta, and the parallel module runs on cpu" in text
+            assert "are on meta, but the parallel model runs on cpu" in text
 
 
 class Planner(nn.Linear):

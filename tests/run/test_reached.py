@@ -135,8 +135,8 @@ def test_a_plan_that_splits_layers_says_what_the_loop_has_changed() -> None:
         return str(error.value)
 
     for text in run_threads(2, stepped):
-        assert "cfg['tau'], which the model's forward reads and which was changed after the model was made" in text
-        assert "in a parameter that is not trained" in text
+        assert "cfg['tau'], which the model's forward reads and which changed after the model was made" in text
+        assert "in a parameter with requires_grad=False" in text
 
 
 def test_peft_scales_its_adapter_anew() -> None:

@@ -59,7 +59,7 @@ def test_tensors_of_other_shapes_are_refused(strict: bool) -> None:
     for text in refused(
         network, lambda made: made.load_state_dict({**full, "0.weight": torch.zeros(3, 4)}, strict=strict)
     ):
-        assert text == "'0.weight' has shape (3, 4) in the state dict; the model has (6, 4)"
+        assert text == "'0.weight' has shape (3, 4) in the state dict, but (6, 4) in the model"
 
 
 def test_nothing_is_loaded_where_something_is_refused() -> None:

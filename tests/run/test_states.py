@@ -199,7 +199,7 @@ def test_parameters_may_not_change_before_their_backward_pass(states: str) -> No
                 p.add_(1.0)
         made.backward()
 
-    with pytest.raises(LayerwiseError, match="written to between its forward pass and its backward pass"):
+    with pytest.raises(LayerwiseError, match="modified between its forward pass and its backward pass"):
         run_threads(2, lambda comm: trained(comm, states, loop))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         trained(SoloComm(), "", loop)
@@ -217,7 +217,7 @@ def test_values_that_came_since_are_refused() -> None:
         made.backward()
 
     for states in ("sharded", "gathered"):
-        with pytest.raises(LayerwiseError, match="written to between its forward pass and its backward pass"):
+        with pytest.raises(LayerwiseError, match="modified between its forward pass and its backward pass"):
             run_threads(2, lambda comm, states=states: trained(comm, states, loop))
 
 

@@ -62,7 +62,7 @@ def test_a_step_out_of_its_range_is_told_once(run: FakeRun, said: list[str], sec
     assert check.outcome["step"] == {"predicted_s": pytest.approx(0.12), "measured_s": pytest.approx(seconds)}
     assert run.step_check is run.trace is None
     if told:
-        assert "120 ms (100 ms to 150 ms) was predicted" in said[0]
+        assert "but the prediction was 120 ms (100 ms to 150 ms)" in said[0]
 
 
 def test_passes_without_sums_do_not_count(run: FakeRun, said: list[str]) -> None:

@@ -122,17 +122,17 @@ def call(made: Any) -> Tensor:
 
 
 CHANGES: list[tuple[Act, str]] = [
-    (lambda made: setattr(made.blocks[0][2], "p", 0.5), "'p' of module 'blocks.0.2', which was set after"),
-    (lambda made: setattr(made.norm, "eps", 1e-5), "'eps' of module 'norm', which was set after"),
-    (lambda made: setattr(made.head, "factor", 2.0), "'factor' of module 'head', which was set after"),
-    (lambda made: delattr(made.norm, "eps"), "'eps' of module 'norm', which was set after"),
-    (lambda made: made.blocks.append(nn.Tanh()), "layers are others than it was made with"),
-    (lambda made: setattr(made.blocks[0], "1", nn.Identity()), "layers are others than it was made with"),
-    (lambda made: setattr(made.head, "bias", None), "layers was to be replaced or added"),
-    (lambda made: made.blocks.eval(), "'training' of module 'blocks', which was set after"),
-    (lambda made: made.head.eval(), "'training' of module 'head', which was set after"),
-    (lambda made: setattr(made, "training", False), "'training' of module 'blocks', which was set after"),
-    (lambda made: setattr(made.head, "note", 1), "'note' of module 'head', which was set after"),
+    (lambda made: setattr(made.blocks[0][2], "p", 0.5), "'p' of module 'blocks.0.2', set after"),
+    (lambda made: setattr(made.norm, "eps", 1e-5), "'eps' of module 'norm', set after"),
+    (lambda made: setattr(made.head, "factor", 2.0), "'factor' of module 'head', set after"),
+    (lambda made: delattr(made.norm, "eps"), "'eps' of module 'norm', set after"),
+    (lambda made: made.blocks.append(nn.Tanh()), "layers were replaced"),
+    (lambda made: setattr(made.blocks[0], "1", nn.Identity()), "layers were replaced"),
+    (lambda made: setattr(made.head, "bias", None), "layers was replaced or added"),
+    (lambda made: made.blocks.eval(), "'training' of module 'blocks', set after"),
+    (lambda made: made.head.eval(), "'training' of module 'head', set after"),
+    (lambda made: setattr(made, "training", False), "'training' of module 'blocks', set after"),
+    (lambda made: setattr(made.head, "note", 1), "'note' of module 'head', set after"),
     (lambda made: made.head.half(), "of one of the model's layers is not supported"),
     (lambda made: made.norm(SAMPLES[0]), "a call or a hook of one of the model's layers is not supported"),
     (
@@ -140,7 +140,7 @@ CHANGES: list[tuple[Act, str]] = [
         "a call or a hook of one of the model's layers is not supported",
     ),
     (lambda made: copy.deepcopy(made.head), "copy the whole model, or take state_dict()"),
-    (lambda made: setattr(made, "act", None), "'act' of module '', which was set after"),
+    (lambda made: setattr(made, "act", None), "'act' of module '', set after"),
     (lambda made: made.through_head(SAMPLES[0]), "a call or a hook of one of the model's layers is not supported"),
 ]
 
@@ -151,7 +151,7 @@ def test_what_would_not_be_followed_is_refused(act: Act, message: str) -> None:
 
     def change(made: Any) -> None:
         act(made)
-        call(copy.deepcopy(made) if "which was set" in message else made)
+        call(copy.deepcopy(made) if ", set after" in message else made)
 
     for text in refused(network, change, 2, plan_of(network, 2, SPLIT)):
         assert message in text
@@ -216,7 +216,7 @@ def test_attributes_of_the_model_itself() -> None:
         with pytest.raises(AttributeError, match="'Router' object has no attribute 'nothing'"):
             _ = made.nothing
         for name in ("auxiliary", "losses"):
-            with pytest.raises(AttributeError, match=f"'{name}' of the parallel module is not supported where a plan"):
+            with pytest.raises(AttributeError, match=f"'{name}' of the parallel module is not supported if the plan"):
                 getattr(made, name)
 
     on_ranks(network, look, 2, plan_of(network, 2, SPLIT))
@@ -247,7 +247,7 @@ def test_a_model_that_freezes_its_batch_norms_itself() -> None:
         call(made.train())
 
     for text in refused(network, act, 2, plan_of(network, 2, SPLIT)):
-        assert text.startswith("'training' of module '1', which was set after the model was made parallel,")
+        assert text.startswith("'training' of module '1', set after the model was made parallel,")
 
 
 # ------------------------------------------------------------------------------------------------ apply
@@ -318,10 +318,10 @@ def swap(m: nn.Module) -> None:
 
 
 LOST: list[tuple[Act, str]] = [
-    (keep, "a parameter was used that is the model's no more, as parallelize and apply() put others"),
-    (with_gradients, "has one: call zero_grad() before"),
-    (lambda made: made.apply(untie), "layers was to be replaced or added"),
-    (lambda made: made.apply(swap), "apply() put another tensor or module in the place of one of the model's"),
+    (keep, "a parameter was used that is no longer the model's, because parallelize or apply() replaced it"),
+    (with_gradients, "has a gradient: call zero_grad() first"),
+    (lambda made: made.apply(untie), "layers was replaced or added"),
+    (lambda made: made.apply(swap), "apply() replaced a tensor or module of the model"),
     (lambda made: made.apply(shorten), "'head.bias' has shape (5,)"),
     (
         lambda made: made.apply(lambda m: m.register_forward_hook(print)),

@@ -175,7 +175,7 @@ def test_a_batch_norm_of_one_number_is_warned_of(batch: int, warned: bool) -> No
     """A cube of 8 voxels a side is halved three times; PyTorch has no variance of what is left of one sample."""
     model = CostModel(fuse(load_model("unet3d:8", batch)), load("cpu").device_graph(2, gpus_per_node=2))
     text, _, found = said(search(model, SearchSpace(2)))
-    line = "WARNING: PyTorch will not train layer 'bottom.0': its batch norm has one number of each channel"
+    line = "WARNING: PyTorch cannot train layer 'bottom.0': its batch norm has one number for each channel"
     assert (line in text) == warned
     assert any(line in one for one in found["warnings"]) == warned
 

@@ -115,4 +115,4 @@ def test_on_the_command_line(
     assert times["totals"]["compute_s"]["measured_s"] > 0
     assert "predicted" in err
     assert run_main(dispatch, ["run", "plan.json", "--steps", "2", "--compare"]) == 2
-    assert "--compare: the first 2 steps do not count" in capsys.readouterr().err
+    assert "--compare: the first 2 steps are not timed" in capsys.readouterr().err

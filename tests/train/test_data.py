@@ -224,14 +224,14 @@ def test_users_random_data_are_the_same_on_every_rank(users: Callable[[str], Any
         ("odd", "is not (input, target)"),
         ("uneven", "different shapes"),
         ("torn", "train: item 3 raised OSError: file 3 is truncated"),
-        ("holes", "train: input 'input', sample 3 has values that are not numbers (NaN)"),
-        ("nan", "input 'input', sample 5 has values that are not numbers (NaN)"),
+        ("holes", "train: input 'input', sample 3 contains NaN"),
+        ("nan", "input 'input', sample 5 contains NaN"),
         ("wide", "input 'input' has shape (20, 7); the model takes ('samples', 6)"),
         ("integers", "input 'input' has dtype int64; the model takes floating-point numbers"),
         ("floats", "the target has dtype float32; the model takes integers"),
-        ("classes", "the target (class indices) has values from 1 to 4; the model knows 0 to 3"),
+        ("classes", "the target (class indices) has values from 1 to 4, but the model accepts 0 to 3"),
         ("short", "20 samples of input 'input', but 19 targets"),
-        ("two", "has 2 inputs, the model takes 1: input"),
+        ("two", "has 2 inputs, but the model takes 1: input"),
         ("one", "has 1 samples"),
         ("number", "a int is neither"),
         ("faulty", "calling it raised RuntimeError: out of"),
@@ -277,7 +277,7 @@ def test_a_model_that_is_no_classifier() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x.mean(1)
 
-    with pytest.raises(LayerwiseError, match="cross-entropy cannot be taken"):
+    with pytest.raises(LayerwiseError, match="so it has no cross-entropy"):
         load_data("synthetic", imported(Pooled(), torch.randn(4, 6)))
 
 

@@ -100,11 +100,11 @@ def test_a_loss_that_is_no_number_is_null(run: Run) -> None:
     flags = ("one.json", "--steps", "8", "--lr", "1e30", "--on-nan", "ignore")
     result = strict(run(*flags, "--json"))
     assert result["losses"][-1] is None
-    assert "no finite number any more: try a smaller --lr" in run(*flags)
+    assert "no longer finite: try a smaller --lr" in run(*flags)
 
 
 def test_a_run_stops_after_its_last_finite_checkpoint(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    """At this rate the second step's parameters are no finite numbers; where steps are left out, none is."""
+    """At this rate the second step's parameters are not finite; where steps are left out, none is."""
     flags = ("run", "one.json", "--steps", "8", "--lr", "1e300", "--dtype", "float64", "--checkpoint", "ck")
     assert run_main(dispatch, [*flags, "--checkpoint-every", "1"]) == 2
     said = " ".join(capsys.readouterr().err.split())
@@ -155,7 +155,7 @@ def test_resuming_says_what_it_does(run: Run, capsys: pytest.CaptureFixture[str]
     assert "no checkpoint in ck: starting anew" in run(*flags, "--checkpoint-every", "2")
     assert sorted(path.name for path in Path("ck").iterdir()) == ["step-00000002", "step-00000003"]
     assert "going on from ck/step-00000003" in run(*flags)
-    assert "nothing to do: the checkpoint has 3 steps already" in run(*flags)
+    assert "nothing to do: the checkpoint already has 3 steps" in run(*flags)
     for changed, reason in (
         (("--seed", "3"), "was trained with seed 0, here it is 3"),
         (

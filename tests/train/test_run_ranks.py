@@ -95,7 +95,7 @@ def test_another_number_of_steps_an_epoch_is_told(here: Path) -> None:
         assert run_main(dispatch, ["run", "one.json", *flags, "--steps", steps]) == 0
         done = launch([*RUN, "two.json", *flags, "--steps", steps])
         assert done.codes == [code, code], done.stderr
-    assert "was trained with 3 steps an epoch, here there are 2, as the last samples" in done.stderr[0]
+    assert "was trained with 3 steps an epoch, but here there are 2, as the last samples" in done.stderr[0]
 
 
 FLAGS = [
@@ -117,7 +117,7 @@ FLAGS = [
 @pytest.mark.parametrize(("first", "second", "reason"), FLAGS, ids=[reason for *_, reason in FLAGS])
 def test_ranks_that_differ_in_a_flag_are_told_which(first: str, second: str, reason: str) -> None:
     facts = [_flags(parser().parse_args(["two.json", *line.split()])) for line in (first, second)]
-    with pytest.raises(CommError, match=f"the ranks differ in {reason}; every rank must be given the same"):
+    with pytest.raises(CommError, match=f"the ranks differ in {reason}: start every rank with the same"):
         run_threads(2, lambda comm: comm.handshake(facts[comm.rank]))
 
 
@@ -186,9 +186,7 @@ def test_ranks_that_are_not_called_alike(here: Path) -> None:
         else:
             comm.all_gather_text(json.dumps({"transfers": 12}))
 
-    with pytest.raises(
-        LayerwiseError, match="nothing was saved: rank 1 does something else: every rank must be called"
-    ):
+    with pytest.raises(LayerwiseError, match="nothing was saved: rank 1 does something else: call this on every rank"):
         run_threads(2, act)
 
 

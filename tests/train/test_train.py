@@ -225,7 +225,9 @@ def test_a_sample_too_small_for_its_network_is_one_sentence() -> None:
     )
     data, module = data_for(found), load(found, normed, dtype=torch.float64)
     made = trainer_of(module, data, sampler(found, 26), Settings())
-    with pytest.raises(LayerwiseError, match=r"^the model refuses a batch of 1: Expected more than 1 value per"):
+    with pytest.raises(
+        LayerwiseError, match=r"^the model does not accept a batch of 1: Expected more than 1 value per"
+    ):
         list(made.run(1))
 
 

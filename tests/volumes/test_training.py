@@ -139,7 +139,7 @@ def test_a_loss_needs_all_classes(brain: tuple[Case, Data]) -> None:
     def run(comm: Comm) -> None:
         TaskObjective(load(plan, given.network, comm=comm, dtype=torch.float64), data.task, data.train)
 
-    with pytest.raises(LayerwiseError, match="splits dimension 1 of the output, of which the loss needs all 3"):
+    with pytest.raises(LayerwiseError, match="splits dimension 1 of the output, but the loss needs all 3"):
         run_threads(2, run)
 
 

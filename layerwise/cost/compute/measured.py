@@ -1,9 +1,9 @@
-"""t_C from measurements: of the very cell where it was measured, else of the fit, else of the analytic roofline.
+"""t_C from measurements: the cell's own time if it was measured, else the fit, else the analytic roofline.
 
-The fit: a direction of a cell takes a·kernels + b·arithmetic + c·memory, the roofline's own terms with factors of at
-least 0 that make the relative errors smallest (non-negative least squares, Lawson and Hanson 1974: of three terms all 7
-subsets are tried). The factors are those of the same operator where enough of its cells were measured, else of its
-kind, else of all.
+The fit: one direction of a cell takes a·kernels + b·arithmetic + c·memory, the roofline's own terms, with the factors
+of at least 0 that minimize relative errors (non-negative least squares, Lawson and Hanson 1974: with three terms all 7
+subsets are tried). Factors are those of the same operator if enough of its cells were measured, else of its kind, else
+of all.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ Rows = list[tuple[Work, float]]
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Factors (3,) of kernels, arithmetic and memory by group, and by direction: 0 forward, 1 backward."""
+    """Factors (3,) of kernels, arithmetic and memory, by group and direction: 0 forward, 1 backward."""
 
     factors: Mapping[tuple[str, int], Floats]
 
     def __call__(self, operator: str, direction: int, work: Floats) -> Floats | None:
-        """(C,) seconds for `work` (C, 3); None where nothing comparable was measured."""
+        """(C,) seconds for `work` (C, 3); None if nothing comparable was measured."""
         for group in groups(operator):
             if (group, direction) in self.factors:
                 time: Floats = work @ self.factors[group, direction]
@@ -54,8 +54,8 @@ class Fit:
 
 @lru_cache(maxsize=65536)
 def groups(operator: str) -> tuple[str, ...]:
-    """The operator itself, its kind, all: whose cells its times are like, the likest first."""
-    if not operator.startswith("{"):  # updates, and what a step has beside layers: like nothing else
+    """Groups whose cells take similar times, most similar first: the operator itself, its kind, all."""
+    if not operator.startswith("{"):  # updates, and a step's overhead beside layers: similar to nothing else
         return (operator,)
     named = json.loads(operator)
     kinds = [named["op"], *(row[0] for row in named.get("followers", ()))]
@@ -68,9 +68,9 @@ def fitted(cells: Mapping[str, Mapping[Extents, CellTime]]) -> Fit:
 
 
 def held_out_error(times: LayerTimes) -> float | None:
-    """The median relative error, both directions together, of cells that were left out of the fit, a fifth at a time.
+    """The median relative error, over both directions, of cells that were left out of the fit, a fifth at a time.
 
-    None where fewer than 10 cells of layers were measured.
+    None if fewer than 10 cells of layers were measured.
     """
     rows = [(name, time) for name, by_cell in times.cells.items() if name[0] == "{" for time in by_cell.values()]
     errors = []
@@ -95,7 +95,7 @@ def _fitted(rows: Iterable[tuple[str, CellTime]]) -> Fit:
 
 
 def _factors(rows: Sequence[tuple[Work, float]]) -> Floats:
-    """Non-negative factors with the least sum of squared relative errors."""
+    """The non-negative factors with the least sum of squared relative errors."""
     a = np.concatenate([_row(work) for work, _ in rows]) / np.array([[seconds] for _, seconds in rows])
     best, least = np.zeros(3), np.inf
     for subset in SUBSETS:
@@ -111,23 +111,23 @@ def _row(work: Work) -> Floats:
     return np.array([[work.kernels, work.arithmetic_s, work.memory_s]])
 
 
-LAYER = "runtime layer"  # what the runtime takes for any layer beside its kernels
-COPY = "runtime copy"  # of what a rank keeps of a tensor that travels; its extents are the bytes
+LAYER = "runtime layer"  # the runtime's overhead for any layer
+COPY = "runtime copy"  # of the part of a tensor that a rank keeps when the tensor is transferred; extents: its bytes
 NONE = CellTime(0.0, 0.0, 0.0, 0)
 
 
 def update_name(optimizer: str) -> str:
-    """The operator that updates parameters: its extents are the elements of each tensor."""
+    """The operator that updates parameters; its extents are the elements of each tensor."""
     return f"update by {optimizer}"
 
 
 def step_name(optimizer: str) -> str:
-    """The name of the time that the runtime takes for any step beside its layers; its extents are ()."""
+    """The name of the runtime's overhead for any step, beside its layers; its extents are ()."""
     return f"runtime step {optimizer}"
 
 
 def loss_name(layer: Layer) -> str:
-    """The name of the time of the loss and its gradient. Its extents are the shapes of the network's outputs."""
+    """The name of the time of the loss and its gradient; its extents are the shapes of the network's outputs."""
     return "loss of " + ", ".join(f"{spec.dtype} of rank {len(spec.shape)}" for spec in layer.specs)
 
 
@@ -144,7 +144,7 @@ class Measurements:
 
     @cached_property
     def fit(self) -> Fit:
-        """Made when it is first needed."""
+        """The fit, computed when it is first needed."""
         return fitted(self.times.cells)
 
     def compute_time(self, layer: Layer, layout: Layout, wanted: Sequence[bool], uses: int) -> ComputeTime:
@@ -162,7 +162,7 @@ class Measurements:
         return _time(forward, backward, update)
 
     def sink_time(self, layer: Layer, layout: Layout) -> ComputeTime:
-        """The time of a step beside its layers: the loss, and the runtime itself. 0 where that was not measured."""
+        """A step's time beside its layers: the loss and the runtime's overhead; 0 if they were not measured."""
         rows = extents(layer, layout, largest_cell(layer, layout), local_batch_norm=False)
         training = self.kind == "training"
         cells_known = self.times.cells.get(loss_name(layer), {}) if training else {}
@@ -175,13 +175,15 @@ class Measurements:
 
     @property
     def copy_s(self) -> tuple[float, float]:
-        """Seconds a byte of a tensor's own part, where some of it travels: forward, and of its gradient."""
+        """Seconds a byte of a tensor's own part, if some of the tensor is transferred: forward, and
+        for its gradient.
+        """
         times = self.times.cells.get(COPY, {})
         rows = ((extents[0], time) for extents, time in times.items() if extents and extents[0] > 0)
         return next(((time.forward_s / size, time.backward_s / size) for size, time in rows), (0.0, 0.0))
 
     def _looked_up(self, name: str, rows: Sequence[Extents], works: Sequence[Roofline]) -> list[Floats]:
-        """Seconds by direction, (C, 3): measured, fitted, and analytic; two of them are 0."""
+        """Seconds by direction, (C, 3): measured, fitted and analytic; two of them are 0."""
         known = self.times.cells.get(name, {})
         known_times = [known.get(row) for row in rows]
         missing = np.array([time is None for time in known_times])
@@ -209,14 +211,14 @@ def _time(forward: Floats, backward: Floats, update: Floats) -> ComputeTime:
 
 
 def latest(sets: Sequence[LayerTimes], dtype: str) -> LayerTimes | None:
-    """The latest of a profile's sets of times for `dtype`."""
+    """The latest of a profile's sets of times for `dtype`, or None."""
     return next((one for one in reversed(sets) if one.conditions.dtype == dtype), None)
 
 
 def signature(layer: Layer, wanted: Sequence[bool], uses: int) -> str:
-    """The work of a layer whatever its sizes: its operators, the types of its inputs, and the gradients it makes.
+    """Identifies a layer's work apart from sizes: its operators, its inputs' types and the gradients it computes.
 
-    wanted: whether the gradient of each of its inputs is; uses: how many gradients of its output are added up.
+    wanted: whether each input needs a gradient; uses: how many gradients of its output are added up.
     """
     chains = (chain for stage in layer.stages for chain in stage.views if chain)
     named = {
@@ -233,7 +235,9 @@ def signature(layer: Layer, wanted: Sequence[bool], uses: int) -> str:
 
 
 def extents(layer: Layer, layout: Layout, cell: LargestCell, *, local_batch_norm: bool) -> list[tuple[int, ...]]:
-    """Every configuration's shapes: of the cell, what it owns, its inputs and parameters; whether statistics are."""
+    """Every configuration's shapes: the cell, what it owns, its inputs and parameters; and whether statistics are
+    shared.
+    """
     columns = [cell.hi - cell.lo, cell.own_hi - cell.own_lo]
     space = layer.space
     needs = [(maps, epilogue) for maps, epilogue in zip(space.needs, space.epilogue_inputs, strict=True)]
@@ -245,13 +249,13 @@ def extents(layer: Layer, layout: Layout, cell: LargestCell, *, local_batch_norm
 
 
 def sizes(layer: Layer, cell: LargestCell) -> list[tuple[int, ...]]:
-    """Every configuration's elements of each parameter that the cell's device updates (not of tied ones)."""
+    """For every configuration, the elements of each parameter that the cell's device updates (not tied ones)."""
     rows = [_lengths(p.maps, *cell.bounds(p.epilogue)).prod(1) for _, p in layer.own_parameters() if p.trainable]
     return [tuple(row) for row in np.stack(rows, axis=1).tolist()] if rows else [()] * len(cell.lo)
 
 
 def gradient_uses(graph: LayerGraph) -> dict[str, int]:
-    """The number of gradients of each layer's output that come back, and are added up."""
+    """The number of gradients of each layer's output that are added up."""
     flows, sink = graph.has_gradient, graph.layers[-1].name
     result = dict.fromkeys(graph.by_name, 0)
     for source, target, _ in graph.edges():
@@ -260,6 +264,6 @@ def gradient_uses(graph: LayerGraph) -> dict[str, int]:
 
 
 def _lengths(maps: Maps, lo: Ints, hi: Ints) -> Ints:
-    """(C, dimensions of the tensor) extents of what boxes need."""
+    """(C, dimensions of the tensor) extents that boxes need."""
     first, last = needed(maps, lo, hi)
     return last - first

@@ -1,20 +1,20 @@
 """t_C: the time to compute a layer's largest cell, forward and backward, and to update its parameters.
 
-Where a profile has measured it, `measured` replaces what stands here, an analytic roofline: a kernel takes the longer
-of its arithmetic and its memory traffic, and never less than the launch floor. Matrix products run in tiles spread over
-the device's processors in waves: a last wave that is half empty costs as much as a full one, so a quarter of the work
-can take more than a quarter of the time.
+This is an analytic roofline, which measurements in a profile replace (`measured`): a kernel takes the longer of its
+arithmetic and its memory traffic, and at least the launch floor. Matrix products run in tiles, spread over the device's
+processors in waves: a half-empty last wave costs as much as a full one, so a quarter of the work can take more than a
+quarter of the time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import reduce
 
 import numpy as np
 
-from layerwise.geometry.arrays import Floats
+from layerwise.geometry.arrays import Floats, Mask
 from layerwise.graph.layer import Layer
 from layerwise.machine import Processor
 from layerwise.ops.base import Role
@@ -22,10 +22,10 @@ from layerwise.ops.facts import Gemm
 from layerwise.partition.largest import largest_box, largest_extents
 from layerwise.partition.layout import Layout
 
-# Tensors that an update reads or writes, each as large as the parameters. PyTorch's default takes operation after
-# operation, in a loop or by foreach; a fused optimizer goes through them once (3, 5 and 7).
+# Tensors that an update reads or writes, each as large as the parameters. PyTorch's default runs operation by
+# operation, in a loop or by foreach; a fused optimizer reads and writes each once (3, 5 and 7).
 UPDATED = {"sgd": 3, "momentum": 8, "adam": 18}
-OPTIMIZERS = {"sgd": 0, "momentum": 1, "adam": 2}  # tensors of state, each of the size of the parameters
+OPTIMIZERS = {"sgd": 0, "momentum": 1, "adam": 2}  # state tensors, each as large as the parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +35,28 @@ class ComputeTime:
     forward: Floats
     backward: Floats
     update: Floats
-    measured: Floats  # of their sum, what rests on measured times
-    fitted: Floats  # and on the fit to them
+    measured: Floats  # part of the sum that is measured
+    fitted: Floats  # part of the sum that is fitted
 
     @property
     def total(self) -> Floats:
         return self.forward + self.backward + self.update
 
+    @staticmethod
+    def slowest(kinds: Sequence[ComputeTime]) -> ComputeTime:
+        """The time of the slowest kind of devices, by configuration."""
+        which = np.argmax([kind.total for kind in kinds], axis=0)
+        rows = np.arange(len(which))
+        return ComputeTime(*(np.stack([getattr(k, f.name) for k in kinds])[which, rows] for f in fields(ComputeTime)))
+
+    def where(self, mask: Mask | bool) -> ComputeTime:
+        """These times where the mask is True, else 0."""
+        if mask is True:
+            return self
+        return ComputeTime(*(np.where(mask, getattr(self, f.name), 0.0) for f in fields(ComputeTime)))
+
     def updating(self, share: Floats) -> ComputeTime:
-        """The time where only a (C,) share of the parameters is updated; of measured times as of others."""
+        """The time if only a (C,) fraction of the parameters is updated; also for measured times."""
         update = self.update * share
         rest = (self.total - self.update + update) / np.where(self.total > 0, self.total, 1.0)
         return ComputeTime(self.forward, self.backward, update, self.measured * rest, self.fitted * rest)
@@ -59,7 +72,7 @@ class Roofline:
         self.seconds, self.kernels, self.arithmetic_s, self.memory_s = (np.zeros(count) for _ in range(4))
 
     def add(self, arithmetic_s: Floats, moved_bytes: Floats) -> None:
-        """Another kernel."""
+        """Adds a kernel."""
         memory_s = moved_bytes / self.processor.memory_bandwidth_bytes_per_s
         self.seconds += np.maximum(np.maximum(arithmetic_s, memory_s), self.processor.kernel_floor_s)
         self.kernels += 1
@@ -73,9 +86,10 @@ class Roofline:
 
 
 def gemm_s(gemm: Gemm, processor: Processor, peak: float) -> Floats:
-    """The fastest of the processor's tiles: whole tiles in whole waves, each processor at an equal share of the peak.
+    """The fastest of the processor's tiles: full tiles in full waves, with an equal share of the peak for each
+    processor.
 
-    Where tiles are fewer than processors, the depth is split among the idle ones (split-K), down to a depth of 256.
+    If there are fewer tiles than processors, the depth is split among the idle ones (split-K), down to a depth of 256.
     """
     best: Floats | None = None
     for tile in processor.tiles:
@@ -92,9 +106,9 @@ def gemm_s(gemm: Gemm, processor: Processor, peak: float) -> Floats:
 def compute_time(
     layer: Layer, layout: Layout, needs_gradient: Sequence[bool], processor: Processor, dtype: str, optimizer: str
 ) -> ComputeTime:
-    """Analytic time of all configurations of a layer.
+    """The analytic time of all configurations of a layer.
 
-    needs_gradient: whether the gradient of each of the layer's inputs is wanted.
+    needs_gradient: whether each of the layer's inputs needs a gradient.
     """
     forward, backward = rooflines(layer, layout, needs_gradient, processor, dtype)
     update = update_roofline(layer, layout, processor, optimizer)
@@ -109,13 +123,13 @@ def rooflines(
     peak = processor.peak(dtype)
     forward, backward = (Roofline(len(layout.computed.degrees), processor) for _ in range(2))
     for stage, gradients in zip(layer.stages, layer.gradients(needs_gradient), strict=True):
-        s, inputs, degrees = stage.space, stage.specs, layout.at(stage.epilogue).degrees
-        dims = layer.space.dims[: len(s.dims)]  # not the stage's: an epilogue may be cut more coarsely than its leader
-        fed = needs_gradient[stage.inputs]  # of the inputs but the running result
+        s, inputs, cuts = stage.space, stage.specs, layout.at(stage.epilogue).cuts
+        dims = layer.space.dims[: len(s.dims)]  # not the stage's: an epilogue may be split less finely than its leader
+        fed = needs_gradient[stage.inputs]  # of the inputs except the running result
         trains = any(p.trainable for p in layer.space.parameters[stage.parameters])
-        extents = largest_extents(dims, degrees)
-        read = sum(largest_box(m, dims, degrees) * i.item_bytes for m, i in zip(s.needs, inputs, strict=True))
-        weights = sum(largest_box(p.maps, dims, layout.owned.degrees if p.epilogue else degrees) for p in s.parameters)
+        extents = largest_extents(dims, cuts)
+        read = sum(largest_box(m, dims, cuts) * i.item_bytes for m, i in zip(s.needs, inputs, strict=True))
+        weights = sum(largest_box(p.maps, dims, layout.owned.cuts if p.epilogue else cuts) for p in s.parameters)
         written = np.prod(extents[:, : len(s.out.shape)], axis=1, dtype=np.float64) * s.out.item_bytes
         moved = read + weights * s.out.item_bytes + written
         gemms = stage.op.gemms(inputs, extents)
@@ -124,22 +138,22 @@ def rooflines(
             if any(fed[:1]):  # gradient of the inputs: (rows x columns) @ (columns x depth)
                 times = [gemm_s(Gemm(g.rows, g.depth, g.columns, g.count), processor, peak) for g in gemms]
                 backward.add(reduce(np.add, times), moved)
-            if trains or any(fed[1:]):  # of the weights, or of the second operand
+            if trains or any(fed[1:]):  # gradient of the weights, or of the second operand
                 times = [gemm_s(Gemm(g.depth, g.columns, g.rows, g.count), processor, peak) for g in gemms]
                 backward.add(reduce(np.add, times), moved)
         elif not stage.view and stage.op.role is Role.COMPUTE:
             arithmetic = stage.op.flops(inputs, extents) / peak
             forward.add(arithmetic, moved)
-            if gradients.result:  # reads the output's gradient and what was saved, writes the input's
+            if gradients.result:  # reads the output's gradient and saved tensors, writes the input's gradient
                 backward.add(arithmetic, moved + read)
     return forward, backward
 
 
 def update_roofline(layer: Layer, layout: Layout, processor: Processor, optimizer: str) -> Roofline:
-    """The optimizer reads and writes as often as PyTorch's default does (`UPDATED`). Its launches count nothing."""
+    """The optimizer's reads and writes by PyTorch's default (`UPDATED`). Its launches are not counted."""
     roofline = Roofline(len(layout.computed.degrees), processor)
     for _, p, item_bytes in layer.held():
         if p.trainable:
-            size = largest_box(p.maps, layer.space.dims, layout.at(p.epilogue).degrees) * item_bytes
+            size = largest_box(p.maps, layer.space.dims, layout.at(p.epilogue).cuts) * item_bytes
             roofline.add(np.zeros(len(size)), size * UPDATED[optimizer])
     return roofline

@@ -1,8 +1,8 @@
-"""AllocationTracker: the bytes of storages that are alive on each of N devices, and the most there ever were.
+"""AllocationTracker: the bytes of live storages on each of N devices, and their peak.
 
-A storage lives while anybody holds it, as PyTorch's do: a view holds the storage behind it. Devices differ in what they
-hold, so holders are counted for each of them. Sets of devices are the bits of integers, and bytes are added up some
-hundred instants at a time: arrays of few devices take longer to call than to add.
+A storage lives while anybody holds it, as in PyTorch: a view holds the storage behind it. Devices differ in what they
+hold, so holders are counted for each of them. Sets of devices are the bits of integers, and bytes are added up for some
+hundred instants at a time, as calls on small arrays cost more than the additions.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import numpy as np
 
 from layerwise.geometry.arrays import Floats, Mask
 
-# What memory is held for. activations: what layers make, and keep for the backward pass. gathered: copies of what other
-# devices own, inputs of layers and parameters. gradients: of parameters, with their buckets, and of activations.
-# workspace: what a kernel or a message takes for the moment.
+# What memory is held for. activations: outputs of layers, and what is saved for the backward pass. gathered: copies of
+# what other devices own, inputs of layers and parameters. gradients: of parameters, with their buckets, and of
+# activations. workspace: temporary memory of a kernel or a message.
 MemoryKind = Literal["parameters", "states", "gradients", "activations", "gathered", "workspace"]
 KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
 Devices = int  # of device d the bit 1 << d
-LOGGED = 1 << 20  # numbers that are added up at once, and sizes that are kept: bounds the memory
+LOGGED = 1 << 20  # numbers added up at once, and sizes stored, to bound the memory
 
 
 @dataclass(slots=True, eq=False)
@@ -29,8 +29,8 @@ class Storage:
 
     size: Floats  # (N,) bytes
     kind: MemoryKind
-    devices: Devices  # where it is not empty
-    holders: list[Devices]  # where it has more than 0 holders, more than 1, ...
+    devices: Devices  # devices on which it is not empty
+    holders: list[Devices]  # devices with more than 0 holders, more than 1, ...
 
 
 Ref = tuple[tuple[Storage, Devices], ...]  # what a tensor holds, and on which devices
@@ -43,23 +43,23 @@ def devices_of(mask: Mask) -> Devices:
 
 
 def part(ref: Ref, where: Devices) -> Ref:
-    """The part of it that lies on the devices `where`."""
+    """The part of it on the devices `where`."""
     return tuple([(s, here) for s, devices in ref if (here := devices & where)])
 
 
 @dataclass(frozen=True, slots=True)
 class TransferStorage:
-    """Storages on their way from the source, or back to it, while others compute."""
+    """Storages of a transfer that is under way, forward or backward."""
 
-    arrived: Ref  # where it arrives
-    copies: Ref  # of what is sent and was not contiguous
-    gradient: Ref = NOBODY  # on the way back: what it is made of
+    arrived: Ref  # the destination
+    copies: Ref  # copies of sent parts that were not contiguous
+    gradient: Ref = NOBODY  # backward: what is sent
 
 
 class AllocationTracker:
-    """Counts the bytes that are alive (`now`, (N,)) and the most that were (`peak`, (N,)).
+    """Counts the live bytes (`now`, (N,)) and their maximum (`peak`, (N,)).
 
-    by_kind: whether to know also, of what kinds the most was (`peak_by_kind`).
+    by_kind: whether to record the kinds at the peak too (`peak_by_kind`).
     """
 
     def __init__(self, devices: int, *, by_kind: bool = False) -> None:
@@ -68,30 +68,30 @@ class AllocationTracker:
         self._now, self._peak = np.zeros(devices), np.zeros(devices)
         self._of = {kind: np.zeros(devices) for kind in kinds}
         self._peak_of = {kind: np.zeros(devices) for kind in kinds}
-        self._log: list[tuple[Floats, MemoryKind, bool]] = []  # what comes, of which kind, and whether it stays
-        # By the id of (N,) bytes, which are kept here, as equal layers give the same ones.
+        self._log: list[tuple[Floats, MemoryKind, bool]] = []  # new bytes, their kind, and whether they stay
+        # By the id of (N,) bytes, which are kept here; equal layers give the same ones.
         self._where: dict[int, tuple[Devices, Floats]] = {}
 
     @property
     def now(self) -> Floats:
-        """(N,) bytes that are alive."""
+        """(N,) bytes alive now."""
         self._add_up()
         return self._now
 
     @property
     def peak(self) -> Floats:
-        """(N,) the most that were."""
+        """(N,) the most bytes so far."""
         self._add_up()
         return self._peak
 
     @property
     def peak_by_kind(self) -> dict[MemoryKind, Floats]:
-        """(N,) of each kind, when a device had its most."""
+        """(N,) bytes of each kind, at each device's peak."""
         self._add_up()
         return self._peak_of
 
     def mask(self, devices: Devices) -> Mask:
-        """(N,) flags."""
+        """(N,) flags of devices."""
         bits = np.frombuffer(devices.to_bytes((self.count + 7) // 8, "little"), np.uint8)
         return np.unpackbits(bits, count=self.count, bitorder="little").astype(np.bool_)
 
@@ -109,7 +109,7 @@ class AllocationTracker:
         return ((Storage(size, kind, devices, [devices]), devices),)
 
     def spike(self, size: Floats | float) -> None:
-        """Something that is gone at once."""
+        """Allocates and frees temporary memory."""
         whole = size if isinstance(size, np.ndarray) else np.full(self.count, size)
         self._note(whole, "workspace", stays=False)
 
@@ -140,7 +140,7 @@ class AllocationTracker:
         self._peak = np.maximum(self._peak, most)
 
     def hold(self, ref: Ref, where: Devices | None = None) -> Ref:
-        """One more holder, of what lies on the devices `where`."""
+        """Adds a holder of what lies on the devices `where`."""
         held = ref if where is None else part(ref, where)
         for s, devices in held:
             more = devices
@@ -153,7 +153,7 @@ class AllocationTracker:
         return held
 
     def drop(self, ref: Ref) -> None:
-        """One holder less."""
+        """Removes a holder."""
         for s, devices in ref:
             fewer = devices
             for i in reversed(range(len(s.holders))):
@@ -166,7 +166,7 @@ class AllocationTracker:
                 self._note(-size, s.kind, stays=True)
 
     def unshared(self, ref: Ref) -> Devices:
-        """The devices where a tensor alone holds its storage."""
+        """The devices on which this tensor is its storage's only holder."""
         alone = self.everyone
         for s, devices in ref:
             several = s.holders[1] if len(s.holders) > 1 else 0
@@ -175,6 +175,6 @@ class AllocationTracker:
 
 
 def _running(start: Floats, more: Floats) -> Floats:
-    """(R, N) what is there after each of `more` (R, N)."""
+    """(R, N) running totals after each of `more` (R, N)."""
     more[0] += start
     return more.cumsum(0)

@@ -1,4 +1,4 @@
-"""The memory of the fullest device over a step, instruction by instruction, by what it is held for."""
+"""The memory of the fullest device over a step, instruction by instruction and by kind."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from layerwise.program.instructions import (
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """Bytes of a device at the fullest moment of each instruction of a step that allocates or frees."""
+    """A device's bytes at the fullest moment of each instruction of a step that allocates or frees."""
 
     device: int
     instants: Sequence[str]  # the instructions, `backward of conv1`
     kinds: Mapping[MemoryKind, Sequence[float]]  # by instant
-    fullest: int  # the first instant at which the device has most
+    fullest: int  # the first instant of the peak
 
 
 class _Log(AllocationTracker):
-    """A tracker that adds nothing up, and notes how much had been logged after each instruction."""
+    """A tracker that adds nothing up, but records how much had been logged after each instruction."""
 
     def __init__(self, devices: int) -> None:
         super().__init__(devices)
@@ -50,7 +50,7 @@ class _Log(AllocationTracker):
         timed = AllGather, Arrive, Begin, End, Move, Compute, Output, Fill, Update
         self.does: Effects = {
             **dict.fromkeys(timed, self._done),
-            **dict.fromkeys((Free, Forget, Keep, Release)),  # they belong to the next one
+            **dict.fromkeys((Free, Forget, Keep, Release)),  # they count for the next one
         }
 
     def _done(self, instruction: Instruction) -> None:
@@ -61,7 +61,7 @@ class _Log(AllocationTracker):
 
 
 def course(model: CostModel, strategy: Strategy) -> Course:
-    """The course of the fullest device's memory. strategy: with the configurations of inputs and sink."""
+    """The course of the fullest device's memory. strategy: includes the configurations of inputs and sink."""
     device = int(peak_bytes(model, strategy).argmax())
     log = _Log(model.devices.count)
     tracked(model, strategy, log, log.does)

@@ -38,7 +38,7 @@ class LayerRows:
     place: Place  # of the W watched devices under each of C cells: row c * W + w
     everywhere: Mask  # (C,) whether every device has all that it needs
     dims: tuple[Dim, ...]  # of the iteration space
-    computed: Ints  # (C, D) how often each is cut
+    computed: Ints  # (C, D) how each is cut
     owned: Ints  # (C, R) and each of the output
     rows: Ints  # (V,) which of the C cells
     own: Floats  # its output
@@ -99,7 +99,7 @@ class _Maker:
         return found
 
     def _place(self) -> tuple[Place, Mask, tuple[Ints, Ints]]:
-        """Boxes of the watched devices, where every device has the whole, and how often dimensions are cut."""
+        """Boxes of the watched devices, where every device has the whole, and how dimensions are cut."""
         layer, model, rank = self.layer, self.model, len(self.layer.out.shape)
         count, dims = len(self.watched), layer.space.dims
         if layer.role is Role.CONSTANT or (layer.end and model.options.io != "sample"):
@@ -112,7 +112,7 @@ class _Maker:
             _boxes(layout.owned, dims[:rank], self.watched, not rank),
         )
         uncut = np.array([layer.name in model.graph.unfed and config.total == 1 for config in self.cells])
-        computed, owned = (these.degrees[:, int(not rank) :] for these in (layout.computed, layout.owned))
+        computed, owned = (these.cuts[:, int(not rank) :] for these in (layout.computed, layout.owned))
         return place, uncut, (computed, owned)
 
     # ---- what it saves, and what its backward pass takes ----
@@ -231,7 +231,7 @@ def _boxes(cells: LayoutCells, dims: Sequence[Dim], devices: Ints, skip: int) ->
     index, active = cells.at(devices), cells.numbers(devices) >= 0
     lo, hi = (np.zeros((*index.shape[:2], len(dims)), np.int64) for _ in range(2))
     for i, dim in enumerate(dims):
-        column = cells.degrees[:, skip + i]
+        column = cells.cuts[:, skip + i]
         for degree in np.unique(column).tolist():
             cuts, rows = boundaries(dim.extent, degree, dim.unit), column == degree
             here = np.maximum(index[rows, :, skip + i], 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from layerwise.cost.memory.layer_rows import LayerRows
-from layerwise.geometry import boundaries, interval_overlap
+from layerwise.geometry import boundaries, degree_of, interval_overlap
 from layerwise.geometry.arrays import Floats, Ints, Mask
 from layerwise.graph.layer import Layer
 from layerwise.ops.facts import Dim
@@ -38,7 +38,7 @@ def returned_bytes(source: LayerRows, target: LayerRows, layer: Layer, slot: int
         apart = apart | _scattered(source, first, last, j)
     driven = {axis.source for axis in maps}
     others = [i for i in range(degrees.shape[1]) if i not in driven]
-    arrives = np.maximum(wanted * degrees[:, others].prod(1) - kept, 0.0)
+    arrives = np.maximum(wanted * degree_of(degrees[:, others]).prod(1) - kept, 0.0)
     volume = np.where(busy, (last - first).astype(np.float64).prod(-1), 0.0)
     elements: Floats = volume + arrives + np.where(apart, volume - kept, 0.0)
     return elements

@@ -1,4 +1,4 @@
-"""Sizes: what a layer's stages, its parameters and the sink take of memory, on every device."""
+"""Sizes: the memory of a layer's stages, its parameters and the sink, on every device."""
 
 from __future__ import annotations
 
@@ -43,13 +43,15 @@ class StageMemory:
     padded: Floats  # of `extra` and `between`, of a padded copy of its first input; see `given_padded`
 
     def given_padded(self) -> StageMemory:
-        """The stage where that input travels: it arrives padded, which it saves instead of a copy."""
+        """The stage if that input is transferred: it arrives padded, and is saved instead of a copy."""
         saved = replace(self.saved, inputs=self.saved.inputs | (self.padded > 0))
         return replace(self, saved=saved, extra=self.extra - self.padded, between=self.between - self.padded)
 
 
 def stages_of(layer: Layer, place: Place, flows: Sequence[bool], split: bool) -> list[StageMemory]:
-    """A layer's stages on all devices. flows: whether its inputs have a gradient; split: whether its reduction is."""
+    """A layer's stages on all devices. flows: whether its inputs have gradients; split: whether its
+    reduction is split.
+    """
     rows: list[StageMemory] = []
     running = False
     for stage, gradients in zip(layer.stages, layer.gradients(flows), strict=True):
@@ -75,15 +77,15 @@ def stages_of(layer: Layer, place: Place, flows: Sequence[bool], split: bool) ->
 
 
 def remembered(layer: Layer, place: Place) -> list[tuple[str, Floats]]:
-    """The running statistics, to which training writes, where they are computed."""
+    """The running statistics that training updates, on the devices that compute them."""
     rows = ((name, place.at(p.epilogue).needs(p.maps).volume * ITEM_BYTES[d]) for name, p, d in layer.remembered)
     return [(name, np.where(place.computed.active, size, 0.0)) for name, size in rows]
 
 
 def _copies(layer: Layer, stage: Stage, place: Place, slots: Sequence[int]) -> tuple[dict[int, Floats], Floats]:
-    """The casts of autocast for a stage, to the type that it makes: bytes by slot, and of weights.
+    """Autocast's casts for a stage to the type of its result: bytes by slot, and of weights.
 
-    Matrix products cast all that they read; so do operators that autocast brings to float32.
+    Matrix products cast everything that they read; so do operators that autocast runs in float32.
     """
     out, none = stage.space.out, np.zeros(len(place.owned.volume))
     if layer.types is None or not out.differentiable:
@@ -124,8 +126,8 @@ def differentiated(
 ) -> list[T]:
     """The gradients of outputs, which leave as copies of what is received.
 
-    Of those that are no losses the cross entropy is taken, as `layerwise train` does. It has targets and saves
-    logarithms, whose gradient comes before that of the output.
+    Outputs that are not losses get a cross entropy, as in `layerwise run`. It has targets and saves logarithms, whose
+    gradient comes before that of the output.
     """
     free, batch = model.options.io == "free", model.graph.batch
     uneven = not free and bool(batch % min(model.devices.count, batch))
@@ -138,7 +140,7 @@ def differentiated(
         if not ends:
             elements = np.full_like(size, spec.volume) if free else size / spec.item_bytes
             new(slot, elements / spec.shape[1] * TARGET_BYTES)
-    # Of 16 bits it is taken in float32.
+    # With 16 bits it is computed in float32.
     wide = [spec.item_bytes == 2 for spec in sink.specs]
     scored = [score * (1 + twice) for score, twice in zip(scored, wide, strict=True)]
     widened = [new(slot, score * twice) for slot, (score, twice) in enumerate(zip(scored, wide, strict=True))]
@@ -180,7 +182,7 @@ def moved_between(model: CostModel, layer: Layer, slot: int, owner: Place, targe
 
 @dataclass
 class TensorSizes:
-    """The sizes of a strategy with the configurations of inputs and sink. All by the layer's name."""
+    """The sizes of a strategy (with inputs and sink), all by layer name."""
 
     model: CostModel
     strategy: Strategy
@@ -192,7 +194,7 @@ class TensorSizes:
     def __post_init__(self) -> None:
         graph = self.model.graph
         self.places = {layer.name: place_of(self.model, layer, self.strategy[layer.name]) for layer in graph.layers}
-        if self.model.options.io == "boxes":  # what is read follows from several layers
+        if self.model.options.io == "boxes":  # what is read depends on several layers
             self._read = read(graph, self.places)
             self.places |= self._read
         self.stages = {layer.name: self._stages(layer) for layer in graph.inner}
@@ -243,7 +245,7 @@ class TensorSizes:
         return self.places[name].owned.volume * self.model.graph[name].out.item_bytes
 
     def within(self, layer: Layer) -> Mask | None:
-        """(N,) where a layer saves its first input as received, for the layer that made it, too; None: nowhere."""
+        """(N,) where a layer saves its first input as received, also for the layer that computed it; None: nowhere."""
         source = layer.inputs[0] if layer.inputs else ""
         if self._within.get(source) != (layer.name, 0) or self.edge(layer, 0).local:
             return None

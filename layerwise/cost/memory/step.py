@@ -1,8 +1,8 @@
-"""The memory of a step: the instructions of its program, one after the other, on the storages of all devices.
+"""The memory of a step: runs the instructions of its program, in order, on the storages of all devices.
 
-The order is the program's. What is here is PyTorch's: what a kernel makes and saves for backward (`Op.saved`), what
-autograd adds up and where, and who holds a storage. So the peak is that of an instant, and no sum of maxima. What a
-library takes for itself (a convolution's workspace) is not counted, nor what an allocator loses.
+The program gives the order; this module knows PyTorch: what a kernel returns and saves for backward (`Op.saved`), what
+autograd adds up and where, and who holds a storage. So the peak is that of an instant, not a sum of maxima. A library's
+own memory (a convolution's workspace) and allocator losses are not counted.
 """
 
 from __future__ import annotations
@@ -38,20 +38,25 @@ Tracker = TypeVar("Tracker", bound=AllocationTracker)
 
 
 def peak_bytes(model: CostModel, strategy: Strategy) -> Floats:
-    """(N,) the most that is alive on each device in a step. strategy: with the configurations of inputs and sink."""
+    """(N,) each device's peak in a step. strategy: includes the configurations of inputs and sink."""
     tracker = AllocationTracker(model.devices.count)
     return model.once(("peak", *strategy.items()), lambda: tracked(model, strategy, tracker).peak)
 
 
+def fullest_bytes(model: CostModel, strategy: Strategy) -> float:
+    """The peak of the fullest device, scaled to the first device's memory, to which a limit applies."""
+    return float((peak_bytes(model, strategy) * model.devices.memory_scale).max())
+
+
 def peak_by_kind(model: CostModel, strategy: Strategy) -> dict[MemoryKind, float]:
-    """Bytes of each kind at the peak of the device with most; their sum is the most of `peak_bytes`."""
+    """Bytes of each kind at the peak of the fullest device; their sum is the maximum of `peak_bytes`."""
     tracker = tracked(model, strategy, AllocationTracker(model.devices.count, by_kind=True))
     device = int(tracker.peak.argmax())
     return {kind: float(size[device]) for kind, size in tracker.peak_by_kind.items()}
 
 
 def tracked(model: CostModel, strategy: Strategy, tracker: Tracker, *observers: Effects) -> Tracker:
-    """The tracker, after all of a step. Observers see each instruction when it is done, as `fold` has it."""
+    """The tracker after a full step. Observers see each instruction once it is done, as in `fold`."""
     facts, sums = step_facts(model, strategy)
     step = program(model.graph, model.options.io, facts, model.options.kind)
     parameters = ParameterStorages(model, tracker, model.options.kind == "training")
@@ -62,7 +67,7 @@ def tracked(model: CostModel, strategy: Strategy, tracker: Tracker, *observers: 
 
 
 class _Storages:
-    """The storages of a step, by the layer's name: what each instruction does to them."""
+    """The storages of a step, by layer name, and how each instruction changes them."""
 
     def __init__(
         self,
@@ -94,7 +99,7 @@ class _Storages:
     # ---- transfers ----
 
     def begin(self, instruction: Begin) -> None:
-        """Allocates what arrives; what is sent from a copy keeps that."""
+        """Allocates what arrives; a copy that is sent stays until the end."""
         layer, slot, tracker = self.model.graph[instruction.layer], instruction.slot, self.tracker
         edge, item_bytes = self._edge(layer, slot)
         if instruction.way == "forward":
@@ -107,7 +112,7 @@ class _Storages:
         self.in_flight[layer.name, slot] = flight
 
     def end(self, instruction: End) -> None:
-        """Gives up what was sent."""
+        """Frees what was sent."""
         layer, slot = self.model.graph[instruction.layer], instruction.slot
         flight = self.in_flight.pop((layer.name, slot))
         self.tracker.drop(flight.copies)
@@ -117,7 +122,7 @@ class _Storages:
             self._add(layer.inputs[slot], self._edge(layer, slot)[0], flight.gradient, flight.arrived)
 
     def move(self, instruction: Move) -> None:
-        """Passes a tensor on: where nothing travels the layer reads its source's own storage."""
+        """Passes a tensor on: if nothing is sent, the layer reads its source's own storage."""
         layer, slot, tracker = self.model.graph[instruction.layer], instruction.slot, self.tracker
         edge, item_bytes = self._edge(layer, slot)
         if instruction.way == "backward":
@@ -150,7 +155,7 @@ class _Storages:
     # ---- computation ----
 
     def compute(self, instruction: Compute) -> None:
-        """Kernels make their outputs, and hold what they save."""
+        """Kernels allocate their outputs, and hold what they save."""
         layer, tracker = self.model.graph[instruction.layer], self.tracker
         if instruction.part == "backward":
             self._backward(layer)
@@ -166,7 +171,7 @@ class _Storages:
             self._drop(copies)
 
     def output(self, instruction: Output) -> None:
-        """Outputs leave; in training the gradients of their losses are made."""
+        """Outputs leave; in training the gradients of their losses are allocated."""
         sink = self.model.graph[instruction.layer]
         sizes = [self.sizes.edge(sink, slot).need * spec.item_bytes for slot, spec in enumerate(sink.specs)]
 
@@ -179,11 +184,11 @@ class _Storages:
             returned(new, self._drop, sizes, self._inputs(sink))
 
     def free(self, instruction: Free) -> None:
-        """The layer's output is held by what saved it only."""
+        """From now on only what saved the layer's output holds it."""
         self.tracker.drop(self.values.pop(instruction.value))
 
     def keep(self, instruction: Keep) -> None:
-        """Holds what a block is recomputed from, unless that is recomputed too; running statistics of before."""
+        """Holds a block's inputs, unless they are recomputed too, and the former running statistics."""
         layer, block = self.model.graph[instruction.layer], instruction.block
         sources = self.sources.setdefault(block, {})
         for source in layer.inputs:
@@ -192,7 +197,7 @@ class _Storages:
         sources |= {name: self.tracker.new(size) for name, size in remembered(layer, self.places[layer.name])}
 
     def forget(self, instruction: Forget) -> None:
-        """The block has been recomputed."""
+        """Frees what was saved for the block, which has been recomputed."""
         self._drop(list(self.sources.pop(instruction.block).values()))
 
     def _compute(self, layer: Layer, given: list[Ref], *, saves: bool = True) -> None:
@@ -242,7 +247,7 @@ class _Storages:
     # ---- backward ----
 
     def _backward(self, layer: Layer) -> None:
-        """Gradients of a layer's parameters and inputs."""
+        """Allocates the gradients of a layer's parameters and inputs."""
         if layer.role is Role.TIED:
             self.parameters.put_tied(layer)
             self._drop([self.gradients.pop(layer.name, NOBODY)])
@@ -284,12 +289,12 @@ class _Storages:
         return inward
 
     def _add(self, source: str, edge: Moved, gradient: Ref, arrived: Ref) -> None:
-        """A gradient that came back is added to those that came before."""
+        """Adds a gradient to the earlier ones."""
         tracker = self.tracker
         back = self._adjoint(edge, source, gradient)
         self._drop([arrived, gradient])
         before = self.gradients.get(source)
-        if before is not None:  # autograd adds in place where nobody else has what it adds to
+        if before is not None:  # autograd adds in place if nobody else holds the sum
             mine = tracker.unshared(before)
             other = tracker.unshared(back) & ~mine
             total = tracker.new(np.where(tracker.mask(mine | other), 0.0, self.sizes.own(source)), "gradients")
@@ -298,7 +303,7 @@ class _Storages:
         self.gradients[source] = back
 
     def _adjoint(self, edge: Moved, source: str, gradient: Ref) -> Ref:
-        """A view of the gradient where that is all there is to it, else a new tensor."""
+        """A view of the gradient if nothing else contributes, else a new tensor."""
         item_bytes, own = self.model.graph[source].out.item_bytes, self.sizes.own(source)
         alike = (edge.owned * item_bytes == own) & (edge.local | (edge.sent == 0))
         return self.tracker.hold(gradient, devices_of(alike)) + self.tracker.new(np.where(alike, 0.0, own), "gradients")

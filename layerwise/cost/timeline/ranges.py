@@ -23,7 +23,7 @@ HELD_OUT = 2.0  # so many median errors of the cells that a fit was not made fro
 
 @dataclass(frozen=True, slots=True)
 class Deviations:
-    """Logarithms of a step's time over the predicted one, where what errs is at the lower, and at the upper end."""
+    """Logarithms of a step's time over the predicted one, with each kind of error at the lower and the upper end."""
 
     predicted_s: float
     compute: tuple[float, float]
@@ -31,22 +31,22 @@ class Deviations:
 
     @property
     def low_s(self) -> float:
-        """Nine steps of ten take between this..."""
+        """The lower end of the 90 % range."""
         return self.predicted_s * exp(-hypot(self.compute[0], self.links[0]))
 
     @property
     def high_s(self) -> float:
-        """... and this."""
+        """The upper end of the 90 % range."""
         return self.predicted_s * exp(hypot(self.compute[1], self.links[1]))
 
     def apart(self, other: Deviations) -> float:
-        """Half of the range of the logarithm of one step's time over the other's: what is common to both cancels."""
+        """Half of the range of the logarithm of the ratio of two steps' times; common errors cancel."""
         ends = [(a, b) for a, b in ((self.compute, other.compute), (self.links, other.links))]
         return hypot(*(max(abs(a[0] - b[0]), abs(a[1] - b[1])) for a, b in ends))
 
 
 def deviations(model: CostModel, strategy: Strategy, bucket_bytes: float) -> Deviations:
-    """Returns how far a step may be off, by what errs."""
+    """Returns how far a step's time may be off, by kind of error."""
     strategy = complete(model, strategy)
 
     def simulated() -> Deviations:
@@ -67,7 +67,7 @@ def deviations(model: CostModel, strategy: Strategy, bucket_bytes: float) -> Dev
 
 
 def _compute_error(model: CostModel, name: str, strategy: Strategy) -> float:
-    """Half of the range of a layer's t_C, by what it rests on."""
+    """Half of the range of a layer's t_C, by its basis."""
     if model.measurements is None:
         return STATED
     time = model.node_cost(model.graph[name], (strategy[name],)).compute
@@ -78,5 +78,5 @@ def _compute_error(model: CostModel, name: str, strategy: Strategy) -> float:
 
 
 def _links_error(model: CostModel) -> float:
-    """Half of the range of all that travels."""
+    """Half of the range of transfers."""
     return STATED if model.devices.links is None else MEASURED

@@ -1,4 +1,4 @@
-"""The step of the slowest device, divided among the layers: every instant belongs to what that device waits for."""
+"""The step of the slowest device, divided among layers: every instant counts for what that device waits for."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from itertools import pairwise
 from layerwise.chrome import CATEGORIES
 from layerwise.cost.timeline.simulate import SimulatedSpan
 
-HIDDEN = "hidden"  # communication beside computation: no part of the step
-IDLE = ""  # the layer of instants at which the device does nothing
+HIDDEN = "hidden"  # communication that computation hides: no part of the step
+IDLE = ""  # the layer of instants at which the device is idle
 
 
 @dataclass(frozen=True, slots=True)
 class StepShares:
-    """Seconds of a step by layer and category; without `hidden` their sum is the step of the slowest device."""
+    """Seconds of a step by layer and category; without `hidden` they sum to the step of the slowest device."""
 
     devices: int
     layers: Mapping[str, Mapping[str, float]]
@@ -27,7 +27,7 @@ class StepShares:
 
 
 def shares(spans: Sequence[SimulatedSpan]) -> StepShares:
-    """Divides a simulated step. Of what goes on together computation counts first, then what ends first."""
+    """Divides a simulated step. Of concurrent spans, computation counts first, then what ends first."""
     if not spans:
         return StepShares(1, {})
     last = max(spans, key=lambda span: (span.end_s * span.devices).max())

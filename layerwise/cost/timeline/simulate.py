@@ -1,9 +1,9 @@
-"""timeline_s: the instructions of a step's program, one after the other, on the clocks of all devices.
+"""timeline_s: runs the instructions of a step's program, in order, on the clocks of all devices.
 
-The order is the program's. What is here is time: a transfer holds its devices from when the last of them has come to
-it; one that was issued early travels beside their computation until it is awaited, and so do sums of gradients and
-gathers of parameters. Transfers follow each other in the order in which they begin, and take the port from sums. What
-travels beside computation costs it, and computation that, what was measured (`stream`).
+The program gives the order; this module adds time. A transfer occupies its devices from when the last of them reaches
+it; one that was issued early runs beside computation until it is awaited, and so do gradient sums and parameter
+gathers. Transfers follow each other in the order in which they begin, and have priority over sums. Traffic and
+computation slow each other down as measured (`stream`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from layerwise.arguments import checked
 from layerwise.chrome import Category
 from layerwise.cost.collectives import all_gather_s, bucket_s, group_shape, overlap, reduce_scatter_s
-from layerwise.cost.model import CostModel, Strategy
+from layerwise.cost.model import CostModel, NodeCost, Strategy
 from layerwise.cost.price import complete
 from layerwise.cost.step_facts import GradientSum, gathers, step_facts, transfer_s
 from layerwise.cost.terms import COMPUTE, LAYER_TERMS
@@ -55,7 +55,7 @@ Record = Callable[["SimulatedSpan"], None]
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Seconds of a step: all of it, and of the slowest device's forward, backward and exposed synchronisation."""
+    """Seconds of a step: the total, and the slowest device's forward, backward and exposed synchronization."""
 
     total_s: float
     forward_s: float
@@ -65,7 +65,7 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """By what factor the parts of a step take longer than they are priced."""
+    """Factors by which parts of a step take longer than priced."""
 
     compute: Mapping[str, float] = field(default_factory=dict)  # by layer; 1 where it is missing
     links: float = 1.0
@@ -73,7 +73,7 @@ class Pace:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SimulatedSpan:
-    """An action of some devices: (N,) starts and ends, and which devices. Names are those of the runtime's trace."""
+    """An action of some devices: (N,) starts, ends and flags. Names are those of the runtime's trace."""
 
     name: str
     category: Category
@@ -87,19 +87,19 @@ class SimulatedSpan:
 def timeline(
     model: CostModel, strategy: Strategy, record: Record | None = None, *, bucket_bytes: float = BUCKET_BYTES
 ) -> Timeline:
-    """Returns the time of one step of a strategy, simulated with what overlaps.
+    """Returns the time of one step of a strategy, simulated with overlap.
 
     Args:
         model: The network on its machine.
         strategy: A configuration of every layer but inputs and sink, by name.
-        record: Called with every span of it.
-        bucket_bytes: At which a bucket of gradients is full.
+        record: Called with every span.
+        bucket_bytes: Size at which a bucket of gradients is full.
 
     Returns:
-        Seconds of the step, and of the slowest device's forward and backward pass and exposed synchronisation.
+        Seconds of the step, and of the slowest device's forward, backward and exposed synchronization.
 
     Raises:
-        LayerwiseError: Layers are missing, unknown, or cannot be split so.
+        LayerwiseError: Layers are missing, unknown, or cannot be split that way.
 
     Examples:
         >>> import layerwise
@@ -110,21 +110,21 @@ def timeline(
         True
     """
     strategy = complete(model, strategy)
-    if record is None:  # strategies of a name that a search found, too, are simulated once
+    if record is None:  # named strategies that a search has also found are simulated once
         key = "timeline", bucket_bytes, *strategy.values()
         return model.once(key, lambda: _simulated(model, strategy, None, bucket_bytes))
     return _simulated(model, strategy, record, bucket_bytes)
 
 
 def step_spans(model: CostModel, strategy: Strategy, bucket_bytes: float = BUCKET_BYTES) -> list[SimulatedSpan]:
-    """The actions of all devices in a step of a strategy, in the order in which they are simulated."""
+    """The actions of all devices in a step of a strategy, in simulation order."""
     spans: list[SimulatedSpan] = []
     timeline(model, strategy, spans.append, bucket_bytes=bucket_bytes)
     return spans
 
 
 def paced(model: CostModel, strategy: Strategy, bucket_bytes: float, pace: Pace) -> float:
-    """Seconds of a step, if its parts take longer than they are priced."""
+    """Seconds of a step if parts take longer than priced."""
     return _simulated(model, complete(model, strategy), None, bucket_bytes, pace).total_s
 
 
@@ -139,7 +139,7 @@ def _simulated(
 
 
 class _Clocks:
-    """The state of the simulation: what each instruction does to the devices' clocks."""
+    """The state of the simulation: how each instruction changes the devices' clocks."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class _Clocks:
         pace: Pace,
     ) -> None:
         self.model, self.sums, self.record, self.pace = model, sums, record, pace
-        # What a recomputed layer does once more has instructions of its own.
+        # Recomputation has its own instructions.
         self.strategy = {name: c.saving(recompute=False, states=c.states) for name, c in strategy.items()}
         self.clock = np.zeros(model.devices.count)  # (N,) until when each device is busy
         self.stream = Stream(model.devices.count)
@@ -163,13 +163,13 @@ class _Clocks:
         self.does: Effects = {
             AllGather: self.gather, Arrive: self.arrive, Begin: self.begin, End: self.end, Move: self.move,
             Compute: self.compute, Output: self.output, Fill: self.fill, Update: self.update,
-            **dict.fromkeys((Release, Keep, Free, Forget)),  # what only frees memory takes no time
+            **dict.fromkeys((Release, Keep, Free, Forget)),  # freeing memory takes no time
         }  # fmt: skip
 
     # ---- parameters and their gradients ----
 
     def gather(self, instruction: AllGather) -> None:
-        """Beside computation, as sums of gradients are."""
+        """Starts a gather beside computation, like gradient sums."""
         what = instruction.what
         if isinstance(what, int):
             bucket = self.buckets[what]
@@ -201,7 +201,7 @@ class _Clocks:
             self.clock = self.stream.awaited(one, self.clock, is_sum=True)
 
     def fill(self, instruction: Fill) -> None:
-        """Sums begin when all members have come; a gathered layer's after the one before has ended."""
+        """Sums begin when all members have arrived; a gathered layer's after the previous one has ended."""
         model = self.model
         for bucket in (self.buckets[number] for number in instruction.buckets):
             group, size_bytes = self.sums[bucket.gradients[0]].group, self._size_bytes(bucket)
@@ -226,7 +226,7 @@ class _Clocks:
         return sum(self.sums[i].size_bytes for i in bucket.gradients)
 
     def update(self, _: Update) -> None:
-        """Sums end, then the optimizer steps on every device that has some of a layer's parameters."""
+        """Sums end, then every device that has some of a layer's parameters runs the optimizer."""
         computed = self.clock
         self.backward_s = float(computed.max()) - self.forward_s
         end = self.stream.finish(computed)
@@ -236,9 +236,9 @@ class _Clocks:
                 self.record(SimulatedSpan(s.name, "sync", s.name.rpartition(" ")[2], s.started, s.ended, s.row >= 0))
         self.clock = end
         for layer in self.model.graph.layers:
-            update_s = float(self.model.node_cost(layer, (self.strategy[layer.name],)).compute.update[0])
+            update_s = self._of_devices(self.model.node_cost(layer, (self.strategy[layer.name],)), "update")
             update_s *= self.pace.compute.get(layer.name, 1.0)
-            if update_s:
+            if np.any(update_s):
                 start, active = self.clock, self._active(layer)
                 self.clock = start + np.where(active, update_s, 0.0)
                 self._note(f"{layer.name}{UPDATE}", "compute", layer.name, start, active)
@@ -253,7 +253,7 @@ class _Clocks:
             self._together(self._name(instruction), "transfers", layer.name, devices, seconds, in_order=True)
 
     def begin(self, instruction: Begin) -> None:
-        """It travels from now on, as far as what began before lets it."""
+        """The transfer runs from now on, as far as earlier ones let it."""
         layer = self.model.graph[instruction.layer]
         row = np.where(self._ends(layer, instruction.slot), 0, -1)
         rates = overlap(group_shape(row, self.model.devices), self.model.devices, "exchange")
@@ -284,10 +284,10 @@ class _Clocks:
     # ---- computation ----
 
     def compute(self, instruction: Compute) -> None:
-        """A layer's devices are busy, and wait for each other where its cells communicate."""
+        """A layer's devices are busy, and wait for each other if its cells communicate."""
         layer, suffix = self.model.graph[instruction.layer], SUFFIX[instruction.part]
         seconds, collectives = self._seconds(layer, instruction.part)
-        if seconds:
+        if np.any(seconds):
             active, start = self._active(layer), self.clock
             took = np.where(active, seconds * self.pace.compute.get(layer.name, 1.0), 0.0)
             self.clock = self.stream.beside(start, took)
@@ -296,7 +296,7 @@ class _Clocks:
             self._together(f"{layer.name}{suffix}", span, layer.name, self._active(layer), time * self.pace.links)
 
     def output(self, instruction: Output) -> None:
-        """The sink has the time of a step beside its layers, where that was measured."""
+        """The sink has the step's time beside its layers, if it was measured."""
         self.compute(Compute(instruction.layer, "forward"))
         self.forward_s = float(self.clock.max())
         self.compute(Compute(instruction.layer, "backward"))
@@ -305,7 +305,7 @@ class _Clocks:
         mask: Mask = self.model.layout(layer, (self.strategy[layer.name],)).computed.active[0]
         return mask
 
-    def _seconds(self, layer: Layer, part: Direction) -> tuple[float, list[tuple[Category, float]]]:
+    def _seconds(self, layer: Layer, part: Direction) -> tuple[float | Floats, list[tuple[Category, float]]]:
         """Seconds of a part of a layer's work, and of the collectives inside it by category."""
         model, configs = self.model, (self.strategy[layer.name],)
         if part == "recompute":
@@ -314,19 +314,26 @@ class _Clocks:
                 (t.span, recomputed[t.name]) for t in LAYER_TERMS if t.span and recomputed.get(t.name)
             ]
         cost = model.node_cost(layer, configs)
-        # Each direction has half of what the cells of the layer send each other.
+        # Each direction has half of what the layer's cells send each other.
         both = [(term.span, float(cost.seconds[term.name][0])) for term in LAYER_TERMS if term.span]
         collectives = [(span, seconds / 2) for span, seconds in both if seconds]
-        return float((cost.compute.forward if part == "forward" else cost.compute.backward)[0]), collectives
+        return self._of_devices(cost, part), collectives
+
+    def _of_devices(self, cost: NodeCost, part: str) -> float | Floats:
+        """Seconds of a part of a layer's computation; (N,) if devices differ."""
+        if not cost.kinds:
+            return float(getattr(cost.compute, part)[0])
+        each: Floats = np.array([getattr(kind, part)[0] for kind in cost.kinds])[list(self.model.devices.kind_of)]
+        return each
 
     # ---- clocks ----
 
     def _together(
         self, name: str, category: Category, layer: str, devices: Mask, seconds: float, *, in_order: bool = False
     ) -> None:
-        """All wait for the last; then the port is theirs: gradients on the wire wait.
+        """All devices wait for the last; then the transfer has the port, and gradients on the wire wait.
 
-        in_order: after the transfers that are under way, else these wait, too.
+        in_order: after the transfers that are under way; otherwise these wait, too.
         """
         start = self.clock
         clock = self.stream.through(start, devices) if in_order else start

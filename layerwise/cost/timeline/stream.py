@@ -1,6 +1,6 @@
-"""A device's second stream: what travels beside its computation, one after the other.
+"""A device's second stream: traffic beside its computation, one after the other.
 
-First the transfers that run ahead, in their order; then sums of gradients, in theirs.
+First the transfers that were issued early, in order; then gradient sums, in order.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from layerwise.geometry.arrays import Floats, Ints, Mask
 
 @dataclass(eq=False)
 class Flow:
-    """An all-reduce of gradients, or a transfer that runs ahead; arrays are (N,)."""
+    """A gradient all-reduce, or a transfer issued early; arrays are (N,)."""
 
     name: str
-    row: Ints  # devices with the same number take part in one; -1: in none
-    seconds: float  # that it takes alone
-    compute: float  # the share of its speed at which computation goes on beside it
-    own: float  # and the share of its own
+    row: Ints  # devices with the same number take part together; -1: in none
+    seconds: float  # alone
+    compute: float  # fraction of its speed at which computation runs meanwhile
+    own: float  # fraction of its own speed
     ready: Floats = field(init=False)  # from when on it may run
     left: Floats = field(init=False)  # seconds that it still needs, alone
     started: Floats = field(init=False)
@@ -29,12 +29,12 @@ class Flow:
 
     @property
     def going(self) -> bool:
-        """True if any device has some of it left. Once none has, nobody looks again."""
+        """True if any device has some of it left."""
         self._over = self._over or not self.left.any()
         return not self._over
 
     def begin(self, clock: Floats) -> None:
-        """It begins where the last of its members has come so far."""
+        """Marks it as begun, when the last of its members has arrived."""
         members = self.row >= 0
         last = np.full(self.row.max() + 1, 0.0)
         np.maximum.at(last, self.row[members], clock[members])
@@ -53,14 +53,14 @@ class Stream:
         self.sums: list[Flow] = []
 
     def add(self, one: Flow, clock: Floats, *, is_sum: bool = False) -> None:
-        """Another sum or transfer, at the devices' times (N,). Sums on the wire wait for transfers."""
+        """Adds a sum or transfer at the devices' times (N,). Sums on the wire wait for transfers."""
         one.begin(clock)
         (self.sums if is_sum else self.transfers).append(one)
 
     def through(self, clock: Floats, devices: Mask, last: Flow | None = None, *, sums: bool = False) -> Floats:
-        """When these devices have all transfers behind them, up to the last, and do nothing else meanwhile.
+        """When these devices have finished all transfers up to the last, if they do nothing else meanwhile.
 
-        sums: and then these, up to the last.
+        sums: and then the sums, up to the last.
         """
         clock = clock.copy()
         for t in (*self.transfers, *self.sums) if sums else self.transfers:
@@ -74,7 +74,7 @@ class Stream:
         return clock
 
     def awaited(self, one: Flow, clock: Floats, *, is_sum: bool = False) -> Floats:
-        """When the devices that take part in a transfer or sum go on: it ends on all of them together."""
+        """When the devices in a transfer or sum continue: it ends on all of them together."""
         members = one.row >= 0
         waited = self.through(clock, members, one, sums=is_sum)
         one.ended = np.where(members, one.ended[members].max(), one.ended)
@@ -83,7 +83,7 @@ class Stream:
         return end
 
     def beside(self, clock: Floats, work: Floats) -> Floats:
-        """When each device is through with so many seconds of computation, with the traffic going on beside it."""
+        """When each device has finished these seconds of computation, with concurrent traffic."""
         clock, work = clock.copy(), work.copy()
         for s in self._under_way():
             here = s.left > 0
@@ -99,7 +99,7 @@ class Stream:
         return clock + work
 
     def until(self, clock: Floats, then: Floats) -> None:
-        """Devices wait; traffic goes on by itself."""
+        """Lets devices wait; traffic goes on."""
         clock = clock.copy()
         for s in self._under_way():
             start = np.maximum(clock, s.ready)

@@ -1,4 +1,4 @@
-"""Nodes of an ONNX model that take row by row, and reshapes that make rows of a tensor and back."""
+"""Nodes of an ONNX model that work row by row, and reshapes that merge a tensor to rows and split it again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from layerwise.importers.registry import Built, Operand, Result
 from layerwise.importers.rows import Rows
 from layerwise.ops.tensor.view import Reshape
 
-# One element from one, or one row from one where the other operands are stored.
+# Each element depends on one element, or each row on one row if the other operands are stored.
 ELEMENTWISE = frozenset({
     "Abs", "Cast", "Clip", "Dropout", "Elu", "Erf", "Exp", "Gelu", "HardSigmoid", "HardSwish", "Identity", "LeakyRelu",
     "Log", "Mish", "Neg", "Relu", "Selu", "Sigmoid", "Softplus", "Sqrt", "Swish", "Tanh",
@@ -21,7 +21,7 @@ WITH_STORED = frozenset({"Add", "Div", "Mul", "Pow", "Sub"})
 
 
 def merged_rows(result: Result) -> tuple[int, ...] | None:
-    """The shape of the tensor as it stays, if a reshape merges leading dimensions of a sequence to rows."""
+    """The tensor's shape before, if a reshape merges the leading dimensions of a sequence to rows."""
     if not isinstance(result, Built) or not isinstance(result.op, Reshape) or len(result.op.shape) != 2:
         return None
     (x,) = result.inputs
@@ -29,14 +29,14 @@ def merged_rows(result: Result) -> tuple[int, ...] | None:
         return None
     rows, columns = result.op.shape
     kept = max((k for k in range(1, len(x.shape)) if prod(x.shape[:k]) == rows), default=0)
-    # A batch of 1 may have lost its label by now, and any extent of 1 may be the samples.
+    # A batch of 1 may have lost its label by now: any dimension of size 1 may be the samples.
     lost = "n" not in x.spec.dims
     several = sum(e > 1 or label == "n" or lost for e, label in zip(x.shape[:kept], x.spec.dims, strict=False))
     return (*x.shape[:kept], columns) if several > 1 else None
 
 
 def takes_rows(node: NodeProto, values: Sequence[FoldedConstant | Operand | Rows | None]) -> bool:
-    """True if a node does the same to every row of its first input (the only one that is made of rows)."""
+    """True if a node treats all rows of its first input alike (only that input consists of rows)."""
     first, *others = values
     stored = all(v is None or isinstance(v, FoldedConstant) for v in others)
     if node.op_type in WITH_STORED and isinstance(first, FoldedConstant) and len(values) == 2:
@@ -58,9 +58,9 @@ def takes_rows(node: NodeProto, values: Sequence[FoldedConstant | Operand | Rows
 
 
 def split_again(result: Result, rows: Rows, merged: Operand | None) -> tuple[int, ...] | None:
-    """The shape that a reshape of rows gives the tensor as it was; None where it does not split the rows again.
+    """The shape to which a reshape splits rows again; None if it does not.
 
-    merged: the rows as the model sees them. A gather of some of them ends in a reshape, too, which is not of these.
+    merged: the rows as the model sees them. A reshape that follows a gather of some rows is not one of these.
     """
     if not isinstance(result, Built) or not isinstance(result.op, Reshape) or result.inputs != (merged,):
         return None

@@ -1,6 +1,6 @@
-"""A node of an ONNX graph as a Call, bound by the operator's schema; and what rows read of one, of whichever opset.
+"""A node of an ONNX graph as a Call, bound by the operator's schema; accessors that hide the opset's differences.
 
-What was an attribute once is a constant input now.
+Some attributes of old opsets are constant inputs in new ones.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Schema = onnx.defs.OpSchema
 
 
 def schema_of(node: NodeProto, opset: int) -> Schema | None:
-    """The schema of an operator in a version; None of operators that are not ONNX's own."""
+    """The schema of an operator at an opset; None for operators that are not ONNX's own."""
     if not standard(node.domain):
         return None
     try:
@@ -33,7 +33,7 @@ def schema_of(node: NodeProto, opset: int) -> Schema | None:
 
 
 def bind(node: NodeProto, schema: Schema | None, argument: Callable[[str], Argument]) -> dict[str, Argument]:
-    """All arguments; `argument` finds a tensor."""
+    """A node's arguments; `argument` looks up a tensor by name."""
     bound: dict[str, Argument] = {}
     values = [argument(name) if name else None for name in node.input]
     if schema is None:
@@ -57,7 +57,7 @@ def bind(node: NodeProto, schema: Schema | None, argument: Callable[[str], Argum
 def attribute(given: AttributeProto) -> Argument:
     """The value of an attribute."""
     if given.ref_attr_name:
-        raise LayerwiseError(f"attribute {given.name!r} refers to {given.ref_attr_name!r} outside of a function")
+        raise LayerwiseError(f"attribute {given.name!r} refers to {given.ref_attr_name!r} outside a function")
     value = onnx.helper.get_attribute_value(given)
     if isinstance(value, onnx.TensorProto):
         array = onnx.numpy_helper.to_array(value)
@@ -79,41 +79,43 @@ def _plain(value: object, name: str) -> Argument:
 
 
 def shortest(value: float) -> float:
-    """The number that somebody wrote: 1e-05 is stored as a float32, 9.999999747378752e-06."""
+    """The number that the author wrote: 1e-05 is stored as a float32, 9.999999747378752e-06."""
     return float(str(np.float32(value))) if np.isfinite(value) else value
 
 
 def element_type(code: int) -> str:
-    """ONNX's number of an element type, as TensorSpec calls it."""
+    """The name that TensorSpec uses for an ONNX element type."""
     return str(np.dtype(onnx.helper.tensor_dtype_to_np_dtype(code)).name)
 
 
 def known(call: Call, name: str) -> NDArray[np.generic] | None:
-    """The values of an attribute or of a constant input; None where it is not given."""
+    """The values of an attribute or a constant input; None if it is missing."""
     value = call.get(name)
     if value is None:
         return None
     if isinstance(value, Operand):
         if value.value is None:
-            raise LayerwiseError(f"{call.target}: {name!r} is computed from the input; layerwise plans fixed shapes")
+            raise LayerwiseError(
+                f"{call.target}: {name!r} is computed from the input, but layerwise needs fixed shapes"
+            )
         return value.value
     return np.asarray(value)
 
 
 def integers(call: Call, name: str) -> tuple[int, ...] | None:
-    """Axes, sizes, pads, ..."""
+    """A list of integers such as axes, sizes or pads."""
     values = known(call, name)
     return None if values is None else tuple(int(v) for v in values.ravel())
 
 
 def numbers(call: Call, name: str) -> tuple[float, ...] | None:
-    """Scales, ratios, bounds."""
+    """A list of numbers such as scales, ratios or bounds."""
     values = known(call, name)
     return None if values is None else tuple(float(v) for v in values.ravel())
 
 
 def number(call: Call, name: str, default: float) -> float:
-    """One number."""
+    """A number."""
     values = numbers(call, name)
     return values[0] if values else default
 
@@ -131,20 +133,22 @@ def operands(value: Argument) -> tuple[Operand, ...]:
 
 
 def weights(call: Call, name: str) -> Operand:
-    """An input that has to be a parameter or constant."""
+    """An input that must be a parameter or constant."""
     operand = call.operand(name)
     if operand.activation:
-        raise LayerwiseError(f"{call.target}: {name!r} is computed from the input; only stored weights are supported")
+        raise LayerwiseError(
+            f"{call.target}: {name!r} is computed from the input, but only stored weights are supported"
+        )
     return operand
 
 
 def optional(call: Call, *names: str) -> tuple[Operand, ...]:
-    """The stored weights that are there, of those that may be."""
+    """The stored weights that are present, of these optional ones."""
     return tuple(weights(call, name) for name in names if call.get(name) is not None)
 
 
 def recast(x: Operand, shape: tuple[int, ...]) -> Operand:
-    """A stored weight read in another shape, the same elements in the same order."""
+    """A stored weight read in another shape: the same elements in the same order."""
     if x.shape == shape:
         return x
     if prod(x.shape) != prod(shape):
@@ -157,7 +161,7 @@ def axis(call: Call, rank: int, name: str = "axis") -> int:
     """A dimension, counted from the front."""
     value = call.integer(name)
     if not -rank <= value < rank:
-        raise LayerwiseError(f"{call.target}: there is no axis {value} in {rank} dimensions")
+        raise LayerwiseError(f"{call.target}: axis {value} is out of range for {rank} dimensions")
     return value % rank
 
 

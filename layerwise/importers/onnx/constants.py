@@ -1,7 +1,7 @@
-"""Constants of an ONNX model: initializers, and what nodes compute from them and from the shapes of activations.
+"""Constants of an ONNX model: initializers, and what nodes compute from them and from activations' shapes.
 
-Weights stay where they are (a `Constant` reads them when asked for values); only arithmetic on constants is computed
-on import, by numpy or by onnx's reference implementation, and only by operators that are known to be harmless.
+Weights stay in the file (a `Constant` reads them when their values are needed). Only arithmetic on constants runs on
+import, in numpy or onnx's reference implementation, and only operators that are known to be harmless.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from layerwise.importers.onnx.file import SMALL, extents
 
 Array = NDArray[np.generic]
 
-FOLD_BYTES = 2**30  # the largest constant that is computed; a file can ask for any size
-GROWTH = 16  # bytes of computed constants for each byte of the file, beside FOLD_BYTES: weights in 8 bits become floats
-NEVER = 1e4  # masks add this or more (float16's lowest, float32's lowest, -inf) to what must not be attended to
+FOLD_BYTES = 2**30  # largest constant to compute, as a file can ask for any size
+GROWTH = 16  # bytes of computed constants per byte of the file, beside FOLD_BYTES: 8-bit weights become floats
+NEVER = 1e4  # masks add this magnitude or more (float16's lowest, float32's lowest, -inf) to positions to ignore
 
-# Renaming positions: values are read only when they are needed, so the weights of a large model are not.
+# Operators that only rename positions; values are read when needed, so a large model's weights are not.
 VIEWS = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
-# Each output element from those at its place; operands broadcast.
+# Each output element depends on the elements at its position; operands broadcast.
 ELEMENTWISE = frozenset({
     "Abs", "Add", "And", "Cast", "Ceil", "Clip", "Cos", "Div", "Equal", "Erf", "Exp", "Floor", "Greater",
     "GreaterOrEqual", "IsInf", "IsNaN", "Less", "LessOrEqual", "Log", "Max", "Mean", "Min", "Mod", "Mul", "Neg", "Not",
@@ -44,69 +44,69 @@ OTHERS = frozenset({
     "Slice", "Softmax", "Split", "Tile", "Trilu",
 })  # fmt: skip
 FOLDABLE = VIEWS | ELEMENTWISE | OTHERS
-PARTS = frozenset({"Gather", "Slice", "Split"})  # of learned values, they are learned values
+PARTS = frozenset({"Gather", "Slice", "Split"})  # parts of learned values are learned values
 
 
 @dataclass(frozen=True, eq=False)
 class FoldedConstant:
-    """A tensor that does not depend on the model's inputs' values."""
+    """A tensor that does not depend on the values of the model's inputs."""
 
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype[np.generic]
     read: Callable[[], Array] = field(repr=False)
     root: str = ""  # the initializer that it is a view of
-    weight: bool = False  # learned, as far as the file tells: floating point, several, neither computed nor infinite
+    weight: bool = False  # learned, as far as the file shows: floats, more than one, neither computed nor infinite
     literal: bool = True  # does not depend on the inputs' shapes either
-    transposed: bool = False  # this is the transpose of the matrix `name`
-    ready: bool = False  # the values are at hand: nothing large is read for them
+    transposed: bool = False  # whether it is the transpose of the matrix `name`
+    ready: bool = False  # the values are in memory: reading costs little
 
     @cached_property
     def value(self) -> Array:
-        """The values. Treat as read-only: they may be mapped or broadcast."""
+        """The values. Do not write to them: they may be mapped or broadcast."""
         return self.read()
 
     @property
     def small(self) -> bool:
-        """True if reading it costs nothing worth mentioning."""
+        """True if reading its values costs little."""
         return prod(self.shape) <= 65536
 
 
 class FoldingBudget:
-    """The memory that all constants of one file may take which it does not store: it can ask for any number of them."""
+    """The memory limit for all constants that one file computes: a file can ask for any number of them."""
 
     def __init__(self, stored_bytes: int) -> None:
         self.most = self.left = FOLD_BYTES + GROWTH * stored_bytes
 
     def check(self, name: str, needed: int) -> None:
-        """LayerwiseError where that is no more to be had."""
+        """Raises LayerwiseError if the limit does not allow it."""
         if needed > self.left:
             raise LayerwiseError(
-                f"the constants that the model computes, up to {name!r}, take more than {self.most >> 20:,} MiB in "
-                "all; make their results initializers"
+                f"computing the model's constants, up to {name!r}, takes more than {self.most >> 20:,} MiB: store "
+                "their results as initializers"
             )
 
     def take(self, name: str, needed: int) -> None:
-        """Counts what has been made."""
+        """Counts a constant that was computed."""
         self.check(name, needed)
         self.left -= needed
 
     def value(self, c: FoldedConstant) -> Array:
-        """Its values, which count once."""
+        """A constant's values, which count once."""
         if "value" not in vars(c):
             self.take(c.name, prod(c.shape) * c.dtype.itemsize)
         return c.value
 
 
 def constant(name: str, array: Array, *, literal: bool = True) -> FoldedConstant:
-    """A constant whose values are at hand."""
+    """A constant whose values are in memory."""
     made = FoldedConstant(name, array.shape, array.dtype, lambda: array, name, literal=literal, ready=True)
     vars(made)["value"] = array
     return made
 
 
 def learned(c: FoldedConstant) -> FoldedConstant:
-    """The constant of an initializer, marked as weight where it looks like one."""
+    """The constant of an initializer, marked as a weight if it looks like one."""
     weight = "float" in c.dtype.name and prod(c.shape) > 1
     square = len(c.shape) > 1 and c.shape[-1] == c.shape[-2] and prod(c.shape) == c.shape[-1] ** 2
     if weight and (c.small or (square and c.shape[-1] <= 4096)):
@@ -117,7 +117,7 @@ def learned(c: FoldedConstant) -> FoldedConstant:
 def fold_constants(
     node: NodeProto, inputs: Sequence[FoldedConstant | None], opset: int, budget: FoldingBudget
 ) -> tuple[FoldedConstant, ...] | None:
-    """The outputs of a node of which all inputs are constants; None where the node is a layer all the same."""
+    """The outputs of a node whose inputs are all constants; None if the node must stay a layer."""
     kind = node.op_type
     if kind not in FOLDABLE or _scattered(node, inputs, budget):
         return None
@@ -141,7 +141,7 @@ def fold_constants(
         result = constant(name, array, literal=literal)
         if kind == "ConstantOfShape" and literal:
             result = learned(result)
-            if result.weight:  # stands for an initializer: each element is a value of its own
+            if result.weight:  # stands for an initializer, with a value for each element
                 result = replace(result, read=partial(np.array, array), ready=False)
         elif kind == "Constant":
             result = learned(result)
@@ -152,13 +152,13 @@ def fold_constants(
             result = replace(result, weight=True)
             x = given[0]
             if array.size == prod(x.shape) and not x.transposed and (array.ravel() == x.value.ravel()).all():
-                result = replace(result, name=x.name, root=x.root)  # all of a table of positions, say
+                result = replace(result, name=x.name, root=x.root)  # the full table of positions, say
         results.append(result)
     return tuple(results)
 
 
 def _scattered(node: NodeProto, inputs: Sequence[FoldedConstant | None], budget: FoldingBudget) -> bool:
-    """True if this looks up rows of a learned table in no plain order: an embedding of constant ids, still a layer."""
+    """True if this looks up rows of a learned table out of order: an embedding of constant ids, which stays a layer."""
     if node.op_type != "Gather" or len(inputs) < 2 or inputs[0] is None or inputs[1] is None or not inputs[0].weight:
         return False
     ids = thin(budget.value(inputs[1])).ravel()
@@ -179,7 +179,7 @@ def _view(
     if node.op_type == "Transpose" and len(x.shape) == 2:
         transposed ^= order == (1, 0)
     elif node.op_type in ("Identity", "Transpose") or transposed:
-        # PyTorch's exporter writes parameters of equal values once, and gives each of the others a name by Identity.
+        # PyTorch's exporter stores equal parameters once, and names the others by Identity nodes.
         name = root = node.output[0]
         transposed &= node.op_type in ("Identity", "Transpose")
     return replace(
@@ -194,7 +194,7 @@ def _view(
 
 
 def thin(array: Array) -> Array:
-    """The array with one element of each dimension along which it is broadcast (all are the same in memory)."""
+    """The array with one element for each dimension along which it is broadcast (they are the same memory)."""
     index = tuple(
         slice(0, 1) if stride == 0 and extent > 1 else slice(None)
         for stride, extent in zip(array.strides, array.shape, strict=True)
@@ -205,13 +205,13 @@ def thin(array: Array) -> Array:
 def _run(
     node: NodeProto, inputs: Sequence[Array | None], opset: int, budget: FoldingBudget | None = None
 ) -> list[Array]:
-    """The values that the node computes. Sizes are checked beforehand, broadcast results stay broadcast."""
+    """The values that a node computes. Sizes are checked first; broadcast results stay broadcast."""
     x, kind = inputs[0] if inputs else None, node.op_type
     if kind == "Identity" and x is not None:
         return [x]
     thinned = range(len(inputs)) if kind in ELEMENTWISE else (1,) if kind == "Gather" else ()
     with _refused(node), np.errstate(all="ignore"):
-        if kind == "Range":  # to which ONNX's own functions give tensors of one element
+        if kind == "Range":  # ONNX's own functions pass one-element tensors to it
             inputs = [None if a is None else a.reshape(()) for a in inputs]
         few = [thin(a) if i in thinned and a is not None else a for i, a in enumerate(inputs)]
         if kind == "ConstantOfShape":
@@ -220,7 +220,7 @@ def _run(
             return [np.broadcast_to(x, _outputs(_alone(node, inputs, opset))[0][0])]
         model = _alone(node, few, opset)
         if kind not in VIEWS:
-            # What is not known, as of NonZero, is at most as long as an input.
+            # An unknown size, as of NonZero, is at most that of an input.
             most = max((a.size for a in few if a is not None), default=1)
             counts = [(prod(shape), size) for shape, size in _outputs(model, most)]
             needed = sum(count * size for count, size in counts)
@@ -239,7 +239,7 @@ def _run(
 
 @contextmanager
 def _refused(node: NodeProto) -> Iterator[None]:
-    """Whatever numpy or onnx says of a malformed node is a LayerwiseError that names it."""
+    """A context that turns numpy's and onnx's errors about a malformed node into a LayerwiseError that names it."""
     try:
         yield
     except LayerwiseError:
@@ -250,14 +250,14 @@ def _refused(node: NodeProto) -> Iterator[None]:
 
 
 def _shape(node: NodeProto, x: FoldedConstant, others: Sequence[Array | None], opset: int) -> tuple[int, ...]:
-    """The shape of what the node makes of x, whose values are not read."""
+    """The shape of the node's result from x, whose values are not read."""
     blank = np.broadcast_to(np.zeros((), np.bool_), x.shape)
     with _refused(node):
         return _outputs(_alone(node, [blank, *others], opset))[0][0]
 
 
 def _alone(node: NodeProto, inputs: Sequence[Array | None], opset: int) -> ModelProto:
-    """A model of one node: inputs i0, i1, ..., the small ones stored in it, outputs o0, o1, ..."""
+    """A model of one node: inputs i0, i1, ..., with small ones stored in it, and outputs o0, o1, ..."""
     alone, typed, stored = NodeProto(), list[onnx.ValueInfoProto](), list[onnx.TensorProto]()
     alone.CopyFrom(node)
     del alone.input[:], alone.output[:]
@@ -275,7 +275,7 @@ def _alone(node: NodeProto, inputs: Sequence[Array | None], opset: int) -> Model
 
 
 def _outputs(model: ModelProto, unknown: int = 0) -> list[tuple[tuple[int, ...], int]]:
-    """Shape and bytes an element of each output, by onnx's shape inference; unknown: an extent that is."""
+    """Shape and bytes per element of each output, by onnx's shape inference; unknown: the value for unknown extents."""
     found = onnx.shape_inference.infer_shapes(model, strict_mode=True).graph.output
     types = [helper.tensor_dtype_to_np_dtype(info.type.tensor_type.elem_type or 1) for info in found]
     shapes = [tuple(unknown if n is None else n for n in extents(info) or ()) for info in found]
@@ -283,9 +283,9 @@ def _outputs(model: ModelProto, unknown: int = 0) -> list[tuple[tuple[int, ...],
 
 
 def too_large(node: NodeProto, count: int) -> str:
-    """The message on a constant that would not fit."""
+    """The message for a constant that would be too large."""
     name = node.name or node.output[0]
     return (
-        f"layer {name!r} ({node.op_type}) computes with a constant of {count:,} elements, more than "
-        f"{FOLD_BYTES >> 20} MiB; make the result an initializer"
+        f"layer {name!r} ({node.op_type}) computes with a constant of {count:,} elements, more than {FOLD_BYTES >> 20} "
+        "MiB: store the result as an initializer"
     )

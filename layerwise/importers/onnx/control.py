@@ -1,4 +1,4 @@
-"""Control flow: an If that constants decide is the branch that it takes; what else depends on data is refused."""
+"""Control flow: an If that constants decide becomes its branch; anything that depends on data is refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CONTROL = ("ConcatFromSequence", "If", "Loop", "Scan", "SequenceAt", "SequenceCo
 
 
 def needed_by(graph: GraphProto) -> set[str]:
-    """The tensors that a graph's outputs depend on; of a node with graphs of its own, in any of them."""
+    """The tensors that a graph's outputs depend on; a node with subgraphs depends on all of them."""
     needed = {info.name for info in graph.output}
     for node in reversed(graph.node):
         if needed.intersection(node.output):
@@ -26,15 +26,18 @@ def needed_by(graph: GraphProto) -> set[str]:
 
 
 def taken_branch(node: NodeProto, name: str, decides: Callable[[str], NDArray[Any] | None]) -> GraphProto:
-    """The branch that an If takes. LayerwiseError where constants do not decide; decides: the value of one, by name."""
+    """The branch that an If takes. decides: a constant's value by name. Raises LayerwiseError if it depends on data."""
     if node.op_type != "If":
         raise LayerwiseError(
-            f"layer {name!r}: {node.op_type} is not supported: export the model with its loops written out and its "
-            "lists as tensors, or give layerwise the PyTorch module"
+            f"layer {name!r}: {node.op_type} is not supported: export the model with unrolled loops and with tensors "
+            "instead of lists, or pass the PyTorch module to layerwise"
         )
     value = decides(node.input[0])
     if value is None or not value.size:
-        raise LayerwiseError(f"layer {name!r}: control flow (If) depends on data; layerwise plans fixed graphs only")
+        raise LayerwiseError(
+            f"layer {name!r}: control flow (If) depends on data, but layerwise plans fixed graphs only: export the "
+            "model without it"
+        )
     branches = {a.name: helper.get_attribute_value(a) for a in node.attribute}
     branch: GraphProto = branches["then_branch" if value.all() else "else_branch"]
     return branch

@@ -1,4 +1,4 @@
-"""Reading .onnx files, which may come from anywhere: checked first, and nothing outside their own folder is opened.
+"""Reads .onnx files, which may come from anywhere: each is checked first, and nothing outside its folder is opened.
 
 https://onnx.ai/onnx/repo-docs/IR.html, https://onnx.ai/onnx/repo-docs/ExternalData.html
 """
@@ -20,29 +20,31 @@ from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, ValueInfoPr
 
 from layerwise.errors import LayerwiseError, first_line
 
-OLDEST_OPSET = 7  # before it, broadcasting and batch norm are other operators of the same names
+OLDEST_OPSET = 7  # older opsets have other broadcasting and batch norm under the same names
 PROTOBUF_BYTES = 2**31 - 1  # https://protobuf.dev/programming-guides/proto-limits/
-MAX_NODES = 1_000_000  # after inlining: functions that call functions can grow exponentially
-MAX_DEPTH = 100  # of functions that call functions
+MAX_NODES = 1_000_000  # after inlining: nested function calls can grow exponentially
+MAX_DEPTH = 100  # of nested function calls
 
 
 def read_onnx(path: str | Path) -> ModelProto:
-    """The checked model of a file, local functions inlined, external data not loaded."""
+    """The checked model of a file, with local functions inlined and external data not loaded."""
     file = Path(path)
     model = _parsed(file)
     opset_of(model, str(file))
     for message in _messages(model):
-        if not all(isinstance(name, str) for name in _names(message)):  # bytes: protobuf could not decode them
-            raise LayerwiseError(f"{file} is damaged: it has names that are not UTF-8")
+        if not all(isinstance(name, str) for name in _names(message)):  # bytes: protobuf could not decode the name
+            raise LayerwiseError(f"{file} is damaged: it contains names that are not UTF-8")
         if isinstance(message, TensorProto) and message.data_location == TensorProto.EXTERNAL:
             locate(message, file.parent)
     _check(file)
     if model.graph.sparse_initializer:
-        raise LayerwiseError(f"{file}: sparse initializers are not supported; convert them to dense ones")
+        raise LayerwiseError(f"{file}: sparse initializers are not supported: convert them to dense ones")
     if not model.functions:
         return model
     if (count := _inlined_size(model)) > MAX_NODES:
-        raise LayerwiseError(f"{file}: its functions expand to {count:,} nodes; at most {MAX_NODES:,} are read")
+        raise LayerwiseError(
+            f"{file}: its functions expand to {count:,} nodes, but at most {MAX_NODES:,} are supported"
+        )
     return onnx.inliner.inline_local_functions(model)
 
 
@@ -52,21 +54,21 @@ def standard(domain: str) -> bool:
 
 
 def opset_of(model: ModelProto, where: str) -> int:
-    """The version of the standard operators that the model is written in."""
+    """The version of the standard operators that the model uses."""
     newest = onnx.defs.onnx_opset_version()
     version = next((o.version for o in model.opset_import if standard(o.domain)), 1)
     if model.opset_import and not any(standard(o.domain) for o in model.opset_import):
         return newest  # a model of custom operators only
     if not OLDEST_OPSET <= version <= newest:
         raise LayerwiseError(
-            f"{where}: opset {version} is not supported; use {OLDEST_OPSET} to {newest} (onnx {onnx.__version__}), "
-            "see onnx.version_converter"
+            f"{where}: opset {version} is not supported: convert it to {OLDEST_OPSET} to {newest} (onnx "
+            f"{onnx.__version__}) with onnx.version_converter"
         )
     return int(version)
 
 
 def array_of(tensor: TensorProto, folder: Path) -> NDArray[np.generic]:
-    """The values of a tensor; those of external data are mapped, and read only where they are touched."""
+    """A tensor's values; external data is memory-mapped, and read only where accessed."""
     if tensor.data_location != TensorProto.EXTERNAL:
         try:
             return onnx.numpy_helper.to_array(tensor)
@@ -77,12 +79,12 @@ def array_of(tensor: TensorProto, folder: Path) -> NDArray[np.generic]:
 
 
 def dtype_of(tensor: TensorProto) -> np.dtype[np.generic]:
-    """numpy's element type (bfloat16 and smaller ones come from ml_dtypes)."""
+    """numpy's element type (bfloat16 and smaller types come from ml_dtypes)."""
     return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type))
 
 
 def locate(tensor: TensorProto, folder: Path) -> tuple[Path, int]:
-    """File and offset of external data. It must lie in the model's own folder, with all its bytes."""
+    """The file and offset of external data, which must lie complete in the model's own folder."""
     entries = {e.key: e.value for e in tensor.external_data}
     name = f"external data of tensor {tensor.name!r}"
     location = entries.get("location", "")
@@ -92,7 +94,7 @@ def locate(tensor: TensorProto, folder: Path) -> tuple[Path, int]:
     home = folder.resolve()
     file = (home / location).resolve()
     if not file.is_relative_to(home):
-        raise LayerwiseError(f"{name}: {location!r} leads out of the model's own folder")
+        raise LayerwiseError(f"{name}: {location!r} leads outside the model's own folder")
     if not file.is_file():
         raise LayerwiseError(f"{name}: there is no file {location!r} beside the model")
     try:
@@ -100,19 +102,19 @@ def locate(tensor: TensorProto, folder: Path) -> tuple[Path, int]:
         length = int(entries["length"]) if "length" in entries else None
         itemsize = dtype_of(tensor).itemsize
     except (ValueError, KeyError):
-        raise LayerwiseError(f"{name}: offset, length or element type cannot be read") from None
+        raise LayerwiseError(f"{name}: the offset, length or element type is invalid") from None
     if tensor.data_type in _PACKED:
         raise LayerwiseError(f"{name}: elements of less than a byte are not supported")
     need = prod(tensor.dims) * itemsize
     if offset < 0 or min(tensor.dims, default=1) < 0 or offset + need > file.stat().st_size:
         raise LayerwiseError(f"{name}: {location!r} has no {need:,} bytes at offset {offset:,}; it is truncated")
     if length is not None and length != need:
-        raise LayerwiseError(f"{name}: {length:,} bytes do not hold {tuple(tensor.dims)} elements of {itemsize} bytes")
+        raise LayerwiseError(f"{name}: {length:,} bytes cannot hold {tuple(tensor.dims)} elements of {itemsize} bytes")
     return file, offset
 
 
 def stored_bytes(model: ModelProto, folder: Path) -> int:
-    """Bytes of the model, with its external data."""
+    """The size of the model in bytes, external data included."""
     outside = {locate(t, folder)[0] for t in model.graph.initializer if t.data_location == TensorProto.EXTERNAL}
     return int(model.ByteSize()) + sum(file.stat().st_size for file in outside)
 
@@ -125,16 +127,16 @@ _PACKED = tuple(
 def _parsed(file: Path) -> ModelProto:
     try:
         there = file.exists()
-    except OSError as error:  # a name that is too long
+    except OSError as error:  # e.g. the name is too long
         raise LayerwiseError(f"{str(file)!r} cannot be read: {error.strerror}") from None
     if not there:
-        raise LayerwiseError(f"there is no file {str(file)!r}")
+        raise LayerwiseError(f"the file {str(file)!r} does not exist")
     if not file.is_file():
-        raise LayerwiseError(f"{str(file)!r} is no file")
+        raise LayerwiseError(f"{str(file)!r} is not a file")
     size = file.stat().st_size
     if size > PROTOBUF_BYTES:
         raise LayerwiseError(
-            f"{file} has {size:,} bytes, ONNX allows {PROTOBUF_BYTES:,}: save it with external data "
+            f"{file} has {size:,} bytes, but ONNX allows {PROTOBUF_BYTES:,}: save it with external data "
             "(onnx.save(..., save_as_external_data=True))"
         )
     try:
@@ -147,7 +149,7 @@ def _parsed(file: Path) -> ModelProto:
         raise LayerwiseError(f"{file} is not an ONNX model: it has no graph")
     if model.ir_version > onnx.IR_VERSION:
         raise LayerwiseError(
-            f"{file} is written in ONNX IR version {model.ir_version}; onnx {onnx.__version__} reads up to "
+            f"{file} is written in ONNX IR version {model.ir_version}, but onnx {onnx.__version__} reads up to "
             f"{onnx.IR_VERSION}: upgrade onnx"
         )
     return model
@@ -159,11 +161,11 @@ def _check(file: Path) -> None:
     except (onnx.checker.ValidationError, ValueError, RuntimeError) as error:
         context = next((line for line in str(error).splitlines() if "Context" in line), "").rpartition("node. ")[2]
         where = f" ({context.strip()})" if context else ""
-        raise LayerwiseError(f"{file} is no valid ONNX model: {first_line(error, 500)}{where}") from None
+        raise LayerwiseError(f"{file} is not a valid ONNX model: {first_line(error, 500)}{where}") from None
 
 
 def _messages(model: ModelProto) -> Iterator[Message]:
-    """Everything in the file that has a name, wherever it is."""
+    """Every message in the file that has a name."""
     stack: list[Message] = [model]
     while stack:
         top = stack.pop()
@@ -196,7 +198,7 @@ def _names(message: Message) -> Iterator[object]:
 
 
 def _inlined_size(model: ModelProto) -> int:
-    """Number of nodes once every call of a local function is replaced by its body. Recursion counts as too many."""
+    """The number of nodes with every call of a local function inlined. Recursion counts as too many."""
     bodies = {(f.domain, f.name): f.node for f in model.functions}
     sizes: dict[tuple[str, str], int] = {}
 
@@ -212,12 +214,12 @@ def _inlined_size(model: ModelProto) -> int:
     return size(model.graph.node, 0)
 
 
-SMALL = 4096  # elements; what shapes are computed from has far fewer
-NEWEST_IR_WITHOUT_INPUTS = 4  # since then, initializers need not be inputs as well
+SMALL = 4096  # elements; shapes are computed from far fewer
+NEWEST_IR_WITHOUT_INPUTS = 4  # since then, initializers need not be listed as inputs
 
 
 def inferred(model: ModelProto, folder: Path, sizes: Mapping[str, int]) -> dict[str, ValueInfoProto]:
-    """Types and shapes of all tensors, the batch as the model has it. Weights are not copied, and not read."""
+    """Types and shapes of all tensors, at the model's own batch. Weights are neither copied nor read."""
     graph = model.graph
     bare = ModelProto(ir_version=max(model.ir_version, NEWEST_IR_WITHOUT_INPUTS), opset_import=model.opset_import)
     bare.graph.name = graph.name or "graph"
@@ -244,19 +246,19 @@ def inferred(model: ModelProto, folder: Path, sizes: Mapping[str, int]) -> dict[
             bare.graph.initializer.append(tensor)
     for info in graph.output:
         bare.graph.output.append(_unshaped(info))
-    # What the file says of other tensors may be stale (the batch was changed); only user-defined operators need it.
+    # The file's other shapes may be outdated (a changed batch); only user-defined operators need them.
     foreign = {name for node in graph.node if not standard(node.domain) for name in node.output}
     bare.graph.value_info.extend(info for info in graph.value_info if info.name in foreign)
     try:
-        # Without data_prop, which would compute constants of whatever size the file asks for.
+        # Without data_prop, which would compute constants of any size that the file asks for.
         result = onnx.shape_inference.infer_shapes(bare, check_type=True, strict_mode=True)
     except (onnx.shape_inference.InferenceError, ValueError, RuntimeError) as error:
-        raise LayerwiseError(f"the shapes or types of the model do not fit: {first_line(error, 500)}") from None
+        raise LayerwiseError(f"the model's shapes or types are inconsistent: {first_line(error, 500)}") from None
     return {info.name: info for info in (*result.graph.value_info, *result.graph.output)}
 
 
 def extents(info: ValueInfoProto | None) -> tuple[int | None, ...] | None:
-    """The shape of a tensor, None where it is not known."""
+    """The shape of a tensor, or None if it is unknown."""
     if info is None or not info.type.tensor_type.HasField("shape"):
         return None
     return tuple(

@@ -36,23 +36,23 @@ def from_onnx(
 ) -> LayerGraph:
     """Returns the layers of an .onnx file at `batch` samples, unfused.
 
-    A fixed batch is rewritten (also a leading 1 in the constant of a reshape), an open one is filled in. Layers are
-    named as the nodes, or `Conv_3` (the fourth Conv) where these have no names; parameters as the initializers. One
-    that several layers use is a node of the graph. Weights are not read, unless the shapes depend on them. Batch norm
-    and dropout are those of training, whatever the model says.
+    A fixed batch is rewritten (also a leading 1 in the constant of a reshape), an open one is filled in. Layers get the
+    names of the nodes, or `Conv_3` (the fourth Conv) if these have none; parameters get those of the initializers. A
+    parameter that several layers use is a node of the graph. Weights are not read, unless shapes depend on them. Batch
+    norm and dropout are in training mode, whatever the model says.
 
     Args:
-        path: The file.
-        batch: Samples of all devices together. None: those that it is written for, or 1.
-        name: The graph's.
-        dims: Labels of the dimensions of every input, as in `from_torch`.
-        sizes: Extents of named dimensions that the model leaves open, other than the batch.
+        path: Path of the file.
+        batch: The global batch size. None: the file's own, or 1.
+        name: Name of the graph.
+        dims: Labels of every input's dimensions, as in `from_torch`.
+        sizes: Sizes of named dimensions, other than the batch, that the model leaves open.
 
     Returns:
         The layers.
 
     Raises:
-        LayerwiseError: The file is not a sound model, or has an operator that is not supported.
+        LayerwiseError: The file is not a valid model, or has an unsupported operator.
 
     Examples:
         >>> import tempfile
@@ -70,19 +70,19 @@ def from_onnx(
     graph = imported.graph
     if imported.unsampled and batch not in (None, graph.batch):
         raise LayerwiseError(
-            f"layer {imported.unsampled!r} drops the dimension of the samples, so the batch stays {graph.batch}; "
-            "export the model with an open batch"
+            f"layer {imported.unsampled!r} drops the sample dimension, so the batch must stay {graph.batch}: export "
+            "the model with an open batch"
         )
     made = graph if batch is None else graph.rebatch(batch)
-    if made.batch > 1:  # where the samples of a file for one are is not to be seen
+    if made.batch > 1:  # a file for one sample does not show which dimension that is
         check_samples(made)
     return made
 
 
 def load_onnx_weights(path: str | Path, *, sizes: Mapping[str, int] | None = None) -> Mapping[str, NDArray[np.generic]]:
-    """The values of all parameters and constants of `from_onnx(path)`, by their names in the graph.
+    """Returns the values of all parameters and constants of `from_onnx(path)`, by their names in the graph.
 
-    Each is read when it is asked for, external data from a memory map: copy what is to be written to.
+    Each is read when it is accessed, external data from a memory map: copy it before you write to it.
     """
     return _Weights(_imported(path, None, None, None, sizes).values)
 
@@ -114,7 +114,9 @@ def _imported(
 
 
 def _composites_inlined(model: ModelProto, folder: Path, sizes: Mapping[str, int]) -> ModelProto:
-    """Operators that we do not know, but that ONNX defines by others (MeanVarianceNormalization), are written out."""
+    """The model with composite operators (MeanVarianceNormalization) that layerwise lacks replaced by their ONNX
+    definition.
+    """
     opset = opset_of(model, "the model")
     unknown: set[str] = set()
     nodes: Sequence[NodeProto] = model.graph.node
@@ -133,11 +135,11 @@ def _composites_inlined(model: ModelProto, folder: Path, sizes: Mapping[str, int
         return model
     stored = {tensor.name for tensor in model.graph.initializer} - {info.name for info in model.graph.input}
     typed = [onnx.helper.make_tensor_value_info(t.name, t.data_type, t.dims) for t in model.graph.initializer]
-    model.graph.input.extend(info for info in typed if info.name in stored)  # the inliner asks for types
+    model.graph.input.extend(info for info in typed if info.name in stored)  # the inliner needs types
     model.graph.value_info.extend(inferred(model, folder, sizes).values())
     for op_type in sorted(unknown):
         try:
             model = onnx.inliner.inline_selected_functions(model, [("", op_type)], inline_schema_functions=True)
-        except (RuntimeError, TypeError):  # of types that it cannot tell, or onnx is too old: not supported
+        except (RuntimeError, TypeError):  # types that it cannot infer, or onnx is too old: not supported
             continue
     return model

@@ -1,4 +1,4 @@
-"""An ONNX model, node by node, as a LayerGraph."""
+"""Builds a LayerGraph from an ONNX model, node by node."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ QUANTISED = ("ConvInteger", "DequantizeLinear", "DynamicQuantizeLinear", "MatMul
 
 @dataclass(frozen=True, slots=True)
 class OnnxNetwork:
-    """The graph, and where the values of its parameters and constants are."""
+    """The graph, and the places of its parameters' and constants' values."""
 
     graph: LayerGraph
     values: Mapping[str, PlacedValue]
-    unsampled: str  # the first layer that drops the dimension of the samples, which only a batch of 1 allows
+    unsampled: str  # the first layer that drops the sample dimension, which only a batch of 1 allows
 
 
 def build_graph(
@@ -51,7 +51,7 @@ def build_graph(
     known = inferred(model, folder, sizes)
     importer = OnnxImporter(model, folder, title, inputs, known, {})
     graph = importer.graph()
-    # Which parameters are shared is known once all layers are.
+    # Which parameters are shared is known only after a first pass over all layers.
     uses, roots = importer.placer.uses, importer.placer.roots
     sharing = {root: sharing_of(roots[root], uses[root]) for root in roots if len(uses[root]) > 1}
     if sharing:
@@ -61,7 +61,7 @@ def build_graph(
 
 
 class OnnxImporter:
-    """Goes through the nodes of a model."""
+    """Builds the layers by a pass over the nodes of a model."""
 
     def __init__(
         self,
@@ -75,9 +75,9 @@ class OnnxImporter:
         self.model, self.folder, self.title, self.inputs, self.known = model, folder, title, inputs, known
         self.opset = opset_of(model, title)
         self.placer = OnnxPlacer(GraphBuilder(title), sharing)
-        self.values: dict[str, FoldedConstant | Operand | Rows] = {}  # by name of the tensor
-        self.merged: dict[str, Operand] = {}  # those of rows that had to be merged after all
-        self.losses: set[str] = set()  # ours has a number a sample, ONNX the mean of them
+        self.values: dict[str, FoldedConstant | Operand | Rows] = {}  # by tensor name
+        self.merged: dict[str, Operand] = {}  # rows that had to be merged after all
+        self.losses: set[str] = set()  # ours returns a number a sample, ONNX's their mean
         self.kinds: Counter[str] = Counter()
         self.needed = needed_by(model.graph)
         self.budget = FoldingBudget(stored_bytes(model, folder))
@@ -85,7 +85,7 @@ class OnnxImporter:
     def graph(self) -> LayerGraph:
         graph, placer = self.model.graph, self.placer
         self.store(graph.initializer)
-        placer.builder.parameters = set(placer.roots)  # not of constants, which are layers of their names
+        placer.builder.parameters = set(placer.roots)  # without constants, which are layers under their own names
         for name, spec in self.inputs.specs.items():
             self.values[name] = placer.activation(placer.builder.input(name, spec))
         self.visit(graph.node)
@@ -98,12 +98,12 @@ class OnnxImporter:
         return placer.builder.finish(list(computed))
 
     def store(self, tensors: Iterable[TensorProto]) -> None:
-        """Initializers."""
+        """Stores the initializers."""
         for tensor in tensors:
             self.values[tensor.name] = self.placer.root(self.stored(tensor.name, tensor))
 
     def visit(self, nodes: Iterable[NodeProto]) -> None:
-        """Nodes in their order, which is a topological one."""
+        """Adds the nodes in their order, which is a topological one."""
         for node in nodes:
             name = self.name(node)
             if not self.needed.intersection(node.output):
@@ -114,12 +114,12 @@ class OnnxImporter:
                 self.layer(node, name)
 
     def decides(self, name: str) -> NDArray[Any] | None:
-        """The value of a constant; None: it is none, or empty."""
+        """The value of a constant; None if the tensor is not a constant, or is empty."""
         value = self.values.get(name)
         return self.budget.value(value) if isinstance(value, FoldedConstant) and 0 not in value.shape else None
 
     def branch(self, node: NodeProto, taken: GraphProto) -> None:
-        """The branch that an If takes, as if the file had it here."""
+        """Adds the branch that an If takes, as if the file had it in place of the If."""
         self.store(taken.initializer)
         self.visit(taken.node)
         for output, inner in zip(node.output, taken.output, strict=True):
@@ -127,13 +127,13 @@ class OnnxImporter:
                 self.values[output] = self.values[inner.name]
 
     def stored(self, name: str, tensor: TensorProto) -> FoldedConstant:
-        """A tensor of the file."""
+        """A tensor of the file as a constant."""
         return learned(
             FoldedConstant(name, tuple(tensor.dims), dtype_of(tensor), lambda: array_of(tensor, self.folder), name)
         )
 
     def constant(self, node: NodeProto) -> bool:
-        """True if a node computes the same at every step; then its outputs are known now."""
+        """True if a node computes the same at every step; its outputs are then computed now."""
         given = [self.values[name] if name else None for name in node.input]
         if not standard(node.domain):
             return False
@@ -155,7 +155,7 @@ class OnnxImporter:
         return True
 
     def shape_of(self, node: NodeProto) -> FoldedConstant:
-        """The batch is known, so shapes are constants."""
+        """The output of a Shape node: a constant, as the batch is known."""
         x = self.values[node.input[0]]
         literal = isinstance(x, FoldedConstant) and x.literal
         if node.op_type == "Size":
@@ -165,18 +165,18 @@ class OnnxImporter:
         return constant(node.output[0], np.array(shape, np.int64), literal=literal)
 
     def layer(self, node: NodeProto, name: str) -> None:
-        """A node that computes something from the inputs."""
+        """Adds a node that computes something from the inputs."""
         schema = schema_of(node, self.opset)
         domain = "ai.onnx" if standard(node.domain) else node.domain
         build = row(domain, node.op_type, schema.since_version if schema else 0)
         if build is None and (node.op_type in QUANTISED or node.op_type.startswith("QLinear")):
             raise LayerwiseError(
-                f"layer {name!r}: {node.op_type} computes with quantised numbers, for inference; layerwise plans "
-                "training: export the model before it was quantised"
+                f"layer {name!r}: {node.op_type} computes with quantized numbers, for inference, but layerwise plans "
+                "training: export the model before quantization"
             )
         if build is None:
             raise LayerwiseError(
-                f"layer {name!r}: operator {node.op_type} (domain {domain}, opset {self.opset}) is not supported; "
+                f"layer {name!r}: operator {node.op_type} (domain {domain}, opset {self.opset}) is not supported: "
                 f"register it with layerwise.register_op('{domain}::{node.op_type}', ...)"
             )
         by_row = domain == "ai.onnx" and takes_rows(node, [self.values[name] if name else None for name in node.input])
@@ -191,16 +191,18 @@ class OnnxImporter:
         self.take(node, name, result if isinstance(result, tuple) else (result,), by_row)
 
     def take(self, node: NodeProto, name: str, results: tuple[Result, ...], by_row: bool) -> None:
-        """Adds the layers that make the node's outputs."""
+        """Adds the layers that compute the node's outputs."""
         for i, output in enumerate(node.output):
             if output not in self.needed:
                 continue
             result = results[i] if i < len(results) else None
-            if result is None and node.op_type == "Split":  # a part of extent 0, which a concat may take
+            if result is None and node.op_type == "Split":  # a part of size 0, which a concat may take
                 self.values[output] = constant(output, np.zeros(0))
                 continue
             if result is None:
-                raise LayerwiseError(f"layer {name!r}: output {i} of {node.op_type} is used, but not supported")
+                raise LayerwiseError(
+                    f"layer {name!r}: output {i} of {node.op_type} is used, but layerwise does not support it"
+                )
             self.values[output] = value = self.placed(node, name, result, by_row)
             loss = isinstance(result, Built) and result.op.kind in (Loss.kind, LossSum.kind)
             if loss or self.losses.intersection(node.input):
@@ -222,7 +224,7 @@ class OnnxImporter:
         if isinstance(source, Rows) and (shape := split_again(result, source, merged)):
             whole = source.whole
             return whole if shape == whole.shape else self.placer.place(Built(Reshape(shape), (whole,)), name)
-        reshapes = node.op_type in ("Reshape", "Flatten")  # a squeeze means what it says
+        reshapes = node.op_type in ("Reshape", "Flatten")  # a squeeze is what it says
         if reshapes and isinstance(result, Built) and (kept := merged_rows(result)):
             (x,) = result.inputs
             whole = self.placer.place(x if kept == x.shape else Built(Reshape(kept), (x,)), name)  # type: ignore[union-attr]
@@ -230,7 +232,7 @@ class OnnxImporter:
         return self.placer.place(result, name)
 
     def flat(self, name: str) -> FoldedConstant | Operand:
-        """A tensor as the model sees it: rows merged."""
+        """A tensor as the model sees it: with rows merged."""
         value = self.values[name]
         if not isinstance(value, Rows):
             return value
@@ -240,13 +242,13 @@ class OnnxImporter:
         return self.merged[name]
 
     def batch_in(self, node: NodeProto) -> int:
-        """The number that means the batch in a shape that a node is given; none does where it was written down."""
+        """The number that stands for the batch in a shape; 0 if the file leaves the batch open."""
         shape = self.values[node.input[1]] if node.op_type in ("Expand", "Tile") else None
         open_batch = isinstance(shape, FoldedConstant) and shape.literal and not self.inputs.fixed
         return 0 if open_batch else self.inputs.batch
 
     def unbake(self, arguments: dict[str, Argument], shape: FoldedConstant | Operand | Rows) -> None:
-        """A stored shape was written for a batch of 1, where the batch is open now: it has a leading 1, for one."""
+        """Opens the batch in a stored shape that was exported for a batch of 1, for example one with a leading 1."""
         x, batch = arguments["data"], self.inputs.batch
         if (
             self.inputs.fixed
@@ -262,7 +264,7 @@ class OnnxImporter:
             arguments["shape"] = (batch * target[0], *target[1:])
 
     def argument(self, name: str, *, by_row: bool) -> Argument:
-        """A tensor as a row of the table sees it; () where it is empty. by_row: rows as they were before merging."""
+        """A tensor as the table's rows see it; () if it is empty. by_row: rows as they were before merging."""
         merged = self.values[name]
         if by_row and isinstance(merged, Rows):
             return merged.whole
@@ -272,7 +274,7 @@ class OnnxImporter:
         return self.operand(value) if prod(value.shape) else ()
 
     def operand(self, c: FoldedConstant) -> Operand:
-        """A parameter, of which large values stay where they are, or a constant."""
+        """A parameter, whose large values stay in the file, or a constant."""
         self.placer.constants[c.name] = c
         try:
             spec = TensorSpec(c.shape, (None,) * len(c.shape), c.dtype.name)
@@ -282,14 +284,14 @@ class OnnxImporter:
             return Operand("parameter", c.name, spec, c.value if c.ready or c.small else None, c.transposed)
         value = self.budget.value(c)
         if len(c.shape) > 1 and c.shape[0] == self.inputs.batch > 1 and thin(value).shape[0] > 1:
-            if c.small and (value == value[:1]).all():  # a mask, written out for every sample
+            if c.small and (value == value[:1]).all():  # a mask, repeated for every sample
                 value = np.broadcast_to(value[:1], c.shape)
             elif not c.literal and c.shape[0] != c.shape[1]:  # computed from the batch, unlike a mask of (s, s)
                 spec = replace(spec, dims=("n", *spec.dims[1:]))
         return Operand("constant", c.name, spec, value, c.transposed)
 
     def outputs(self, node: NodeProto) -> tuple[TensorSpec, ...]:
-        """Shapes and types that the model states, if it states them all."""
+        """Shapes and types that the model states; () unless it states them all."""
         specs: list[TensorSpec] = []
         for name in node.output:
             shape = extents(self.known.get(name))
@@ -301,7 +303,7 @@ class OnnxImporter:
         return tuple(specs)
 
     def compare(self, output: str, ours: TensorSpec, name: str) -> None:
-        """Our shape of a tensor with onnx's, where both are known: they differ only if one of us is wrong."""
+        """Compares our shape of a tensor with onnx's, if both are known: if they differ, one of them is wrong."""
         theirs = extents(self.known.get(output))
         if theirs is not None and (
             len(theirs) != len(ours.shape)
@@ -312,12 +314,12 @@ class OnnxImporter:
         ):
             shape = tuple("?" if extent is None else extent for extent in theirs)
             raise LayerwiseError(
-                f"layer {name!r}: layerwise computes the shape {ours.describe()}, ONNX {shape}: the file contradicts "
-                "itself, or please report this"
+                f"layer {name!r}: layerwise computes the shape {ours.describe()}, but ONNX {shape}: the file "
+                "contradicts itself, or this is a bug in layerwise, please report it"
             )
 
     def name(self, node: NodeProto) -> str:
-        """The node's name, or the operator with its number among those of its kind."""
+        """The node's name, or its operator and its number among those of that operator."""
         number = self.kinds[node.op_type]
         self.kinds[node.op_type] += 1
         name = "".join(c if c.isprintable() else "?" for c in node.name)[:LONGEST_NAME].strip()

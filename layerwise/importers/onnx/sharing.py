@@ -1,4 +1,6 @@
-"""Layers of an imported ONNX graph and where their parameters are: what rows of the table return is added here."""
+"""Adds what the table's rows return to the graph, and tracks where parameters' values are and which
+layers share them.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,14 @@ from layerwise.ops.facts import Parameter
 from layerwise.ops.tensor.view import Select
 from layerwise.tensor import TensorSpec
 
-# What becomes of an initializer that several layers use: a node that they share (`tied`; `source` where they see it in
-# several shapes), or one of its own for each (`apart`: exporters write equal tensors, such as all-ones, once).
+# How several layers share an initializer: as one node (`tied`; `source` if they use it in several shapes), or not at
+# all (`apart`: exporters store equal tensors, such as all-ones, once).
 Sharing = Literal["tied", "source", "apart"]
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedValue:
-    """The place of a parameter's values, and the shape in which its layer has it."""
+    """The place of a parameter's values, and its shape in the layer."""
 
     constant: FoldedConstant
     shape: tuple[int, ...]
@@ -34,21 +36,21 @@ class PlacedValue:
     def read(self) -> Array:
         """The values."""
         value = self.constant.value.T if self.transposed else self.constant.value
-        if value.size != prod(self.shape):  # repeated, which the layer does itself
+        if value.size != prod(self.shape):  # repeated; the layer does that itself
             value = value[tuple(slice(0, 1) if extent == 1 else slice(None) for extent in self.shape)]
         return value.reshape(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """A layer uses a parameter in this shape."""
+    """A layer's use of a parameter, in this shape."""
 
     shape: tuple[int, ...]
     trainable: bool
 
 
 def sharing_of(root: FoldedConstant, uses: list[Use]) -> Sharing:
-    """The way in which layers share a parameter."""
+    """How the layers share a parameter."""
     if sum(use.trainable for use in uses) < 2:
         return "apart"
     if root.small or len(root.shape) == 1:
@@ -59,7 +61,7 @@ def sharing_of(root: FoldedConstant, uses: list[Use]) -> Sharing:
 
 
 class OnnxPlacer(Placer):
-    """Keeps what it learns of parameters on the way."""
+    """A Placer that records how parameters are used."""
 
     def __init__(self, builder: GraphBuilder, sharing: Mapping[str, Sharing]) -> None:
         super().__init__(builder)
@@ -68,7 +70,7 @@ class OnnxPlacer(Placer):
         self.roots: dict[str, FoldedConstant] = {}  # parameters that are views of no other
         self.stored: dict[str, PlacedValue] = {}  # by name in the graph
         self.uses: dict[str, list[Use]] = defaultdict(list)  # by root
-        self.unsampled = ""  # the first layer that drops the samples
+        self.unsampled = ""  # the first layer that drops the sample dimension
 
     def root(self, c: FoldedConstant) -> FoldedConstant | Operand:
         """A constant that is a view of no other. A shared one is a node of its own from the start."""
@@ -81,7 +83,7 @@ class OnnxPlacer(Placer):
         return self.activation(self.sources[c.name]) if sharing == "source" else c
 
     def place(self, result: Result, name: str) -> Operand:
-        """Parameters and constants that a row returns as they are become layers, too."""
+        """Adds a row's result; parameters and constants that a row returns unchanged become layers too."""
         return self.activation(self.source(super().place(result, name)))
 
     def _add(self, built: Built, inputs: list[Operand], name: str) -> str:
@@ -101,10 +103,10 @@ class OnnxPlacer(Placer):
         return self.builder.add(name, op, [x.name for x in inputs], names)
 
     def _parameter(self, p: Operand, declared: Parameter, layer: str) -> str:
-        """The name in the graph of a parameter that lives in its layer (or is tied)."""
+        """The name in the graph of a parameter that belongs to its layer (or is tied)."""
         if p.activation or p.shape != declared.shape:
             raise LayerwiseError(
-                f"layer {layer!r}: {declared.name} needs shape {declared.shape}, {p.name!r} has {p.shape}"
+                f"layer {layer!r}: {declared.name} needs shape {declared.shape}, but {p.name!r} has {p.shape}"
             )
         c = self.constants[p.name]
         if p.role == "parameter":
@@ -131,7 +133,7 @@ class OnnxPlacer(Placer):
         return self._stored(c, name, stored)
 
     def _stored(self, c: FoldedConstant, name: str, shape: tuple[int, ...]) -> str:
-        """The layer that is a parameter of the file."""
+        """The layer for a parameter of the file."""
         if name not in self.sources:
             spec = TensorSpec(shape, (None,) * len(shape), c.dtype.name)
             self.sources[name] = layer = self.builder.tied(name, as_tied(spec))

@@ -1,9 +1,9 @@
-"""Batches: a module traced once, at a number of samples that no size of the network is a multiple of.
+"""Batches: a module is traced once, with a number of samples that no size of the network is a multiple of.
 
-Shapes alone are traced, so any number costs the same; and of such a number every size tells whether it follows the
-samples (33 of 11: three windows of each). That it does, and that the layers compute what the module does, is shown by
-running them beside it at another batch (`importers.torch.proof`); where it cannot be run, by a second trace. That
-samples are independent is shown by running the model (`importers.torch.samples`).
+Tracing uses shapes only, so any number costs the same; and with such a number every size shows whether it follows the
+samples (33 for 11 samples: three windows of each). Running the layers beside the module at another batch
+(`importers.torch.proof`) shows that it does, and that they compute what the module does; if it cannot run, a second
+trace does. Running the model shows that samples are independent (`importers.torch.samples`).
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from layerwise.importers.torch.traced_program import TRACING, samples_in
 from layerwise.importers.torch.unfused import UnlikeError, UnprovenError
 from layerwise.ops.base import Role
 
-# Few, as some models loop over their samples, and odd, as sizes of networks are powers of two and their multiples.
+# Small, as some models loop over samples, and odd, as most sizes of networks are multiples of powers of two.
 SAMPLES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
-TRACES = 2  # of them that are tried: sizes that are computed on the way may be a multiple of one, too
+TRACES = 2  # numbers of samples to try: a size that the model computes may be a multiple of one, too
 
 
 def import_once(
     model: nn.Module, call: Call, name: str, dims: Dims | None = None, shared: Collection[str] | None = None
 ) -> Imported:
-    """`import_module`, at the example's batch, of a module that is the same network at every batch."""
+    """`import_module`, at the example's batch, for a module that is the same network at every batch."""
     fed = fed_by(model, call, shared or ())
     for samples in distinct(model, call, fed):
         try:
             return replace(_at(model, call, fed, samples, name, dims).rebatch(fed.batch), fed=fed)
-        except LayerwiseError:  # that it takes no other batch is no error, and others speak of the example's sizes
+        except LayerwiseError:  # accepting no other batch is no error, and other errors mention the example's sizes
             break
     return replace(import_module(model, call, name, dims), fed=fed)
 
@@ -88,10 +88,10 @@ def _keeps(imported: Imported) -> LayerwiseError:
 def import_for_batches(
     model: nn.Module, call: Call, name: str, shared: Collection[str] | None = None, *, together: bool = False
 ) -> Imported:
-    """`import_module`, at the example's batch. LayerwiseError where its samples are not independent.
+    """`import_module`, at the example's batch. Raises LayerwiseError if samples are not independent.
 
-    shared: inputs that are the same for all samples, by name. None: they are found out. together: samples may depend on
-    each other where it is layers that compute them so, at any number of these.
+    shared: names of the inputs that all samples share; None: layerwise finds them. together: samples may depend on each
+    other if layers compute them together, at any number of samples.
     """
     fed = fed_by(model, call, shared or ())
     runs = _Runs(model, call, fed, any_shared=shared is None)
@@ -118,7 +118,7 @@ def import_for_batches(
 
 
 def _mixing_layers(model: nn.Module, call: Call, name: str, fed: Fed) -> Imported | None:
-    """The model, where it is layers that compute samples together, the same at any number of these; else None."""
+    """The model, if layers compute its samples together in the same way at any number of samples; else None."""
     try:
         made = import_once(model, call, name, shared=fed.shared)
         if all(by_itself(layer) for layer in made.graph.inner):
@@ -131,14 +131,14 @@ def _mixing_layers(model: nn.Module, call: Call, name: str, fed: Fed) -> Importe
 
 
 class _Runs:
-    """A model's runs, which are made once, when the first trace tells what they take."""
+    """A model's runs, which are made once, after the first trace has shown what they cost."""
 
     def __init__(self, model: nn.Module, call: Call, fed: Fed, *, any_shared: bool) -> None:
         self.model, self.call, self.fed, self.any_shared = model, call, fed, any_shared
         self._shown: tuple[Fed, Trial] | LayerwiseError | None = None
 
     def shown(self, graph: LayerGraph | None) -> tuple[Fed, Trial]:
-        """`samples.independent`. graph: the layers, where they are known."""
+        """`samples.independent`. graph: the layers, if they are known."""
         if self._shown is None:
             try:
                 check_runnable(self.model, self.call, graph, sum(PARTS))
@@ -151,7 +151,7 @@ class _Runs:
         return self._shown
 
     def prove(self, imported: Imported, fed: Fed) -> Imported:
-        """`proof.proven`, beside the run of all samples. UnlikeError, UnprovenError, _OtherRowsError."""
+        """`proof.proven`, beside the run of all samples. Raises UnlikeError, UnprovenError or _OtherRowsError."""
         found, trial = self.shown(imported.graph)
         if found.rows != fed.rows:
             raise _OtherRowsError
@@ -162,11 +162,11 @@ class _Runs:
 
 
 class _OtherRowsError(LayerwiseError):
-    """Other inputs have samples than those that were taken to have them."""
+    """Raised if other inputs turn out to have samples than assumed."""
 
 
 def _imported(model: nn.Module, call: Call, name: str, fed: Fed, runs: _Runs) -> Imported:
-    """The module at the example's batch, proven where that can be."""
+    """The module at the example's batch, proven if possible."""
     batch, traces, different, refused = fed.batch, list[Imported](), list[LayerwiseError](), _depends("outputs")
     for samples in distinct(model, call, fed)[:TRACES]:
         try:
@@ -181,16 +181,17 @@ def _imported(model: nn.Module, call: Call, name: str, fed: Fed, runs: _Runs) ->
             different.append(error)
         except UnprovenError as why:
             alike = next((other for other in traces[:-1] if _difference(other, traces[-1]) is None), None)
-            if alike is not None:  # the first, which another rank may have proven
-                effects = (*imported.graph.unseen, *traces[-1].changed)  # of a second call: what is set once is kept
+            if alike is not None:  # the first run, which another rank may have done
+                # of a second call: what the first has set stays
+                effects = (*imported.graph.unseen, *traces[-1].changed)
                 graph = replace(alike.graph.rebatch(batch), unseen=effects)
                 return replace(alike, graph=graph, unproven=str(why), fed=fed)
             different += [_depends(str(_difference(t, traces[-1]))) for t in traces[:-1]]
-    if not traces:  # it takes no other batch than the example's
+    if not traces:  # it accepts only the example's batch
         if fed.shared:
             raise refused
         return _of_one_batch(import_module(model, call, name), fed, runs)
-    if different and isinstance(different[0], UnlikeError):  # of another batch, or of any?
+    if different and isinstance(different[0], UnlikeError):  # is it wrong at another batch, or at any?
         with suppress(UnprovenError):
             compared(import_module(model, call, name), model, call, fed, batch)
         raise _depends(different[0].layer)
@@ -199,7 +200,7 @@ def _imported(model: nn.Module, call: Call, name: str, fed: Fed, runs: _Runs) ->
 
 
 def _of_one_batch(imported: Imported, fed: Fed, runs: _Runs) -> Imported:
-    """A module that was traced at the example's batch, proven there."""
+    """A module that was traced and proven at the example's batch."""
     why = None
     try:
         found, trial = runs.shown(imported.graph)
@@ -217,7 +218,9 @@ def _of_one_batch(imported: Imported, fed: Fed, runs: _Runs) -> Imported:
 
 
 def _check_numbers(imported: Imported, uneven: Collection[int]) -> None:
-    """LayerwiseError where a number is no mean or sum of those of parts, and no loss that counts its targets is."""
+    """Raises LayerwiseError if an output number is not the mean or sum over parts of the samples,
+    nor a counting loss.
+    """
     graph, structure = imported.graph, imported.structure
     numbers = () if structure is None else structure.numbers
     ends = graph.layers[-1].inputs
@@ -225,18 +228,18 @@ def _check_numbers(imported: Imported, uneven: Collection[int]) -> None:
         place = numbers[leaf] if leaf < len(numbers) else None
         if place is not None and not counts_targets(graph, ends[place]):
             raise MixedSamplesError(
-                f"output {leaf}, the number that layer {ends[place]!r} makes, is neither the mean nor the sum of what "
-                "parts of the samples give"
+                f"output {leaf}, a number computed by layer {ends[place]!r}, is neither the mean nor the sum of its "
+                "values for parts of the samples"
             )
 
 
 def samples_of(call: Call) -> int:
-    """Samples of the example: a timestep beside them has one."""
+    """The number of samples in the example; a timestep beside them has a single one."""
     return samples_in(x.shape for x in pytree.tree_leaves(call) if isinstance(x, Tensor))
 
 
 def distinct(model: nn.Module, call: Call, fed: Fed) -> list[int]:
-    """Numbers of samples that no size of the network is a multiple of, as far as parameters and inputs tell."""
+    """Numbers of samples that no known size of the network (parameters, inputs) is a multiple of."""
     leaves = pytree.tree_leaves(call)
     shapes = [x.shape[1:] if i in fed.rows else x.shape for i, x in enumerate(leaves) if isinstance(x, Tensor)]
     shapes += [x.shape for x in (*model.parameters(), *model.buffers())]
@@ -247,7 +250,9 @@ def distinct(model: nn.Module, call: Call, fed: Fed) -> list[int]:
 def _at(
     model: nn.Module, call: Call, fed: Fed, samples: int, name: str, dims: Dims | None, after: Imported | None = None
 ) -> Imported:
-    """Traced with so many samples, which have shapes and no values. after: a trace whose changed numbers stay."""
+    """A trace with `samples` samples, which have shapes and no values. after: an earlier trace whose changed numbers
+    stay.
+    """
     with TRACING:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -259,7 +264,7 @@ def _at(
 
 
 def _difference(one: Imported, other: Imported) -> str | None:
-    """The first layer that is not the same in both."""
+    """The first layer that differs between both, or None."""
     try:
         expected = one.graph.rebatch(other.graph.batch)
     except LayerwiseError:
@@ -277,6 +282,6 @@ def _facts(layer: Layer) -> tuple[object, ...]:
 
 def _depends(layer: str) -> LayerwiseError:
     return LayerwiseError(
-        f"layer {layer!r} depends on the number of samples by more than its shape (x.shape[0] as a number, or a roll "
-        "or slice along the samples): its numbers would be those of another batch"
+        f"layer {layer!r} depends on the number of samples beyond its shape (x.shape[0] as a number, or a roll or "
+        "slice along the samples), so its results would be those of another batch"
     )

@@ -1,4 +1,4 @@
-"""What torch.export gives, or an fx graph, as a TracedProgram."""
+"""Reads torch.export's result, or an fx graph, as a TracedProgram."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from layerwise.tensorfile import dtype_name
 
 
 def read_program(exported: ExportedProgram, name: str) -> TracedProgram:
-    """The program of an exported one."""
+    """The TracedProgram of an ExportedProgram."""
     signature, graph = exported.graph_signature, exported.graph
     placeholders = {node.name: node for node in graph.nodes if node.op == "placeholder"}
     reader = FxReader(exported.graph_module)
     sources: list[Source] = []
-    shared: dict[int, Ref] = {}  # tensors that have several names in the model
+    shared: dict[int, Ref] = {}  # tensors with several names in the model
     for spec in signature.input_specs:
         node = placeholders[spec.arg.name]
         if isinstance(spec.arg, ConstantArgument):
@@ -42,11 +42,11 @@ def read_program(exported: ExportedProgram, name: str) -> TracedProgram:
             continue
         if isinstance(exported.constants.get(spec.target or ""), torch.Generator):
             raise LayerwiseError(
-                "the forward pass draws from a torch.Generator, whose numbers would be each rank's own: leave "
-                "generator= out, and seed by torch.manual_seed"
+                "the forward pass draws from a torch.Generator, whose numbers would differ between ranks: leave "
+                "generator= out, and seed with torch.manual_seed"
             )
         if not isinstance(spec.arg, TensorArgument):
-            raise LayerwiseError(f"input {node.name!r} is no tensor but {type(spec.arg).__name__}")
+            raise LayerwiseError(f"input {node.name!r} is a {type(spec.arg).__name__}, not a tensor")
         target = spec.target or node.name
         tensor = _stored(exported, target) if spec.kind is not InputKind.USER_INPUT else None
         if tensor is not None and id(tensor) in shared:
@@ -79,7 +79,7 @@ class FxReader:
         self.nodes: list[Node] = []
 
     def read(self, graph: fx.Graph) -> tuple[object, ...]:
-        """Appends the calls of `graph`; returns what it returns."""
+        """Appends the calls of `graph`; returns the graph's result."""
         for node in graph.nodes:
             if node.op == "call_function":
                 self.call(node)
@@ -113,7 +113,7 @@ class FxReader:
             refs = tuple(Ref(v.name) if v else None for v in outputs)
             self.values[node] = refs if isinstance(val, (list, tuple)) else refs[0]
         else:
-            raise LayerwiseError(f"{node.name!r} calls {target}, which is no torch operator; export the model first")
+            raise LayerwiseError(f"{node.name!r} calls {target}, which is not a torch operator: export the model first")
 
     def region(self, node: fx.Node, name: str) -> tuple[object, ...]:
         """Inlines a graph that is an argument."""
@@ -171,10 +171,10 @@ def _shape(tensor: torch.Tensor, where: str, kind: str = "") -> tuple[int, ...]:
 
 
 def _number(value: object, where: str) -> int | float | bool:
-    """The size that the example inputs gave a symbolic number."""
+    """The size that the example inputs give a symbolic number."""
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         if not value.node.has_hint():
-            raise LayerwiseError(f"{where}: size {value} depends on data; layerwise plans fixed sizes")
+            raise LayerwiseError(f"{where}: size {value} depends on data, but layerwise needs fixed sizes")
         value = value.node.hint
     assert isinstance(value, (int, float))
     return value

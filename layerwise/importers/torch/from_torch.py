@@ -1,4 +1,4 @@
-"""PyTorch -> LayerGraph: a module by torch.export (training IR), an fx graph, an exported program."""
+"""PyTorch -> LayerGraph: from a module by torch.export (training IR), an fx graph or an exported program."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ def from_torch(
 ) -> LayerGraph:
     """Returns the model's layers at the example's batch, unfused; `LayerGraph.rebatch` changes the batch.
 
-    Nothing is computed but shapes (and small constants), and the model stays as it is. Layers are named by their
+    Only shapes (and small constants) are computed, and the model does not change. Layers have the names of their
     modules: `features.0`, and `layer1.0.add` for an addition in the forward of `layer1.0`. Batch norm and dropout are
-    those of training, whatever mode the module is in. Language models of Hugging Face are traced with use_cache=False:
-    keys and values for the generation of text are no outputs.
+    in training mode, whatever mode the module is in. Hugging Face's language models are traced with use_cache=False:
+    the key-value cache for generation is not an output.
 
     Args:
         model: A module, an fx graph or an exported program.
-        example_inputs: What the model is called with; they may live on the meta device, and so may the model. An
-            exported program needs none; an open batch takes the size of these, or of those it was exported with.
-        kwargs: What it is called with by name.
-        name: The graph's.
+        example_inputs: Inputs to trace with; they and the model may be on the meta device. An exported program needs
+            none; an open batch takes the size of these, or of those it was exported with.
+        kwargs: Inputs by name.
+        name: Name of the graph.
         dims: Labels of the dimensions of every tensor input. Default: (n, c, h, w), (n, c, d, h, w), (n); (n, c, l) for
-            what goes into a 1-D convolution, pool or batch norm, else (n, s, c); (n, c) for numbers; (n, s),
+            inputs of a 1-D convolution, pool or batch norm, else (n, s, c); (n, c) for numbers; (n, s),
             (n, h, w), (n, d, h, w) for integers.
 
     Returns:
         The layers.
 
     Raises:
-        LayerwiseError: The model cannot be traced, or does what no layer stands for.
+        LayerwiseError: The model cannot be traced, or does something that has no layer.
 
     Examples:
         >>> graph = from_torch(nn.Sequential(nn.Linear(8, 4), nn.ReLU()), torch.randn(2, 8))
@@ -66,7 +66,9 @@ def import_torch(
     name: str | None = None,
     dims: Dims | None = None,
 ) -> tuple[LayerGraph, Stored]:
-    """`from_torch`, and how to read the values of parameters and constants: the model's own tensors, not copies."""
+    """`from_torch`'s graph, and functions that return the values of parameters and constants (the
+    model's own tensors).
+    """
     examples = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else tuple(example_inputs or ())
     title = name or _title(model)
     if isinstance(model, ExportedProgram):
@@ -79,7 +81,7 @@ def import_torch(
         return imported.graph, imported.stored
     else:
         raise LayerwiseError(
-            f"from_torch needs an nn.Module, an fx.GraphModule or an ExportedProgram, not {type(model).__name__}"
+            f"from_torch takes an nn.Module, an fx.GraphModule or an ExportedProgram, not {type(model).__name__}"
         )
     first = next((e for e in examples if isinstance(e, torch.Tensor) and e.dim()), None)
     return (graph if first is None else graph.rebatch(first.shape[0])), stored

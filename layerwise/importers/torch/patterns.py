@@ -1,4 +1,4 @@
-"""Operators that PyTorch's own modules write out in smaller ones, found again in a Program."""
+"""Finds operators that PyTorch's own modules decompose, in a TracedProgram."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from layerwise.importers.torch.traced_program import Node, Ref, TracedProgram, b
 
 LOCAL_RESPONSE_NORM = "layerwise::local_response_norm"
 DROP_PATH = "layerwise::drop_path"
-BATCH_MEAN = 3  # a reduction that torch.nn.functional.kl_div has and aten::kl_div has not
+BATCH_MEAN = 3  # a reduction of torch.nn.functional.kl_div that aten::kl_div lacks
 
 
 _BETWEEN = (
     "aten::view", "aten::reshape", "aten::squeeze.dim", "aten::unsqueeze", "aten::pad", "aten::constant_pad_nd"
 )  # fmt: skip
 
-Made = dict[str, Node]  # by the name of a value, the node that makes it
-Match = tuple[dict[str, object], list[Node]]  # arguments of the call that replaces a node, and the nodes behind it
-Drawn = tuple[object, object, list[Node]]  # what is dropped, the chance to be kept, and the nodes that draw
+Made = dict[str, Node]  # value name -> the node that makes it
+Match = tuple[dict[str, object], list[Node]]  # arguments of the replacing call, and the nodes behind it
+Drawn = tuple[object, object, list[Node]]  # the input, the probability to keep it, and the drawing nodes
 
 
 def rewrite(program: TracedProgram) -> TracedProgram:
-    """The same program with the patterns replaced."""
+    """The program with all patterns replaced."""
     return _batch_means(_local_response_norms(_drop_paths(program)))
 
 
 def _drop_paths(program: TracedProgram) -> TracedProgram:
-    """Stochastic depth: some samples become zeros."""
+    """Replaces stochastic depth, which zeroes some samples."""
 
     def match(node: Node, made: Made) -> Match | None:
         drawn = _floored(node, made) or _tossed(node, made) if node.target == "aten::mul.Tensor" else None
@@ -42,7 +42,7 @@ def _drop_paths(program: TracedProgram) -> TracedProgram:
 
 
 def _replaced(program: TracedProgram, target: str, match: Callable[[Node, Made], Match | None]) -> TracedProgram:
-    """The program with calls of `target` for what matches, where nothing else uses what the nodes in between make."""
+    """The program with matches replaced by calls of `target`, unless other nodes use the results in between."""
     made, uses = program.makers, Counter(program.used)
     replaced: dict[str, Node] = {}
     gone: set[str] = set()
@@ -78,7 +78,7 @@ def _tossed(node: Node, made: Made) -> Drawn | None:
 
 
 def _chain(value: object, targets: Sequence[str], made: Made) -> list[Node] | None:
-    """The nodes that make a value, the last first, each of the one after it, in place or not. None if others do."""
+    """The nodes that make a value, last first, each from the next one, in place or not. None if the chain differs."""
     chain: list[Node] = []
     for target in targets:
         below = maker(value, made)
@@ -90,7 +90,7 @@ def _chain(value: object, targets: Sequence[str], made: Made) -> list[Node] | No
 
 
 def _one_a_sample(drawn: Node, product: Node) -> bool:
-    """Whether a draw of shape (n, 1, ...) goes into a product of n samples."""
+    """True if a draw of shape (n, 1, ...) multiplies n samples."""
     shape = drawn.outputs[0].shape if drawn.outputs[0] else ()
     x = product.outputs[0].shape if product.outputs[0] else ()
     return bool(x) and shape == (x[0], *(1,) * (len(x) - 1))
@@ -121,7 +121,7 @@ def _local_response_norms(program: TracedProgram) -> TracedProgram:
 
 
 def _batch_means(program: TracedProgram) -> TracedProgram:
-    """kl_div(reduction="batchmean") is a sum divided by the batch, which would be baked in."""
+    """kl_div(reduction="batchmean") exports as a sum divided by the batch size, as a number."""
     values = program.values
 
     def match(node: Node, made: Made) -> Match | None:

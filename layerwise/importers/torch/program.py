@@ -1,4 +1,4 @@
-"""A PyTorch program, call by call, as a LayerGraph."""
+"""Converts a PyTorch program to a LayerGraph, call by call."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from layerwise.ops.tensor.pointwise import Unary
 from layerwise.ops.tensor.view import Reshape
 from layerwise.tensor import TensorSpec
 
-Stored = Mapping[str, Callable[[], torch.Tensor | None]]  # how to read parameters and constants, by name
+Stored = Mapping[str, Callable[[], torch.Tensor | None]]  # functions that return parameters and constants, by name
 
 
 def build_graph(
     program: TracedProgram, title: str, dims: Sequence[Sequence[str | None]] | None, *, fixed: bool = False
 ) -> tuple[LayerGraph, Stored]:
-    """The layers of a program, and the values that it comes with.
+    """The layers of a program, and its own values.
 
     dims: labels for each input. fixed: it has no other batch, and every rank is given all of it.
     """
@@ -54,8 +54,8 @@ class _Importer:
         self.program = program = functional(decomposed(program))
         self.constants = Constants()
         self.values: dict[str, Operand | Rows] = {}
-        self.losses: dict[str, str] = {}  # numbers in PyTorch, one a sample here; with their reductions
-        self.nothing: set[str] = set()  # tensors without elements
+        self.losses: dict[str, str] = {}  # losses, with their reductions: numbers in PyTorch, one a sample here
+        self.nothing: set[str] = set()  # empty tensors
         constant = constant_names(program)
         layers = [n for n in program.nodes if not {v.name for v in n.outputs if v} <= constant]
         self.names = layer_names(program, [n for n in layers if base_name(n.target) not in UNCHANGED])
@@ -66,7 +66,9 @@ class _Importer:
         placer.builder.parameters = {s.target for s in program.sources if s.kind == "parameter"}
         inputs = [s for s in program.sources if s.kind == "input"]
         if dims is not None and len(dims) != len(inputs):
-            raise LayerwiseError(f"model {title!r} has {len(inputs)} tensor inputs, dims has labels for {len(dims)}")
+            raise LayerwiseError(
+                f"model {title!r} has {len(inputs)} tensor inputs, but dims has labels for {len(dims)}"
+            )
         self.batch = samples_in(s.value.shape for s in inputs)
         for i, source in enumerate(inputs):
             spec = input_spec(program, source, self.batch, None if dims is None else dims[i])
@@ -89,7 +91,7 @@ class _Importer:
                 self.values[value.name] = Operand("constant", target, _spec(value), self.constants.value(value.name))
 
     def stored(self) -> Stored:
-        """Parameters and buffers of the model, and constants that the forward pass makes."""
+        """The model's parameters and buffers, and constants of its forward pass."""
         stored: dict[str, Callable[[], torch.Tensor | None]] = {}
         for value in (*self.placer.standing.values(), *self.values.values()):
             if isinstance(value, Operand) and value.role == "constant" and value.value is not None:
@@ -114,14 +116,16 @@ class _Importer:
         for ref in returned:
             value = self.operand(ref)
             again = value.name in outputs and ref.name not in self.losses
-            if again or not value.activation:  # a view of what is returned, too; a constant; a parameter as it is
+            if again or not value.activation:  # returned twice or as a view; a constant; an unchanged parameter
                 value = self.placer.place(Built(Unary("identity"), (value,)), f"{value.name}.output")
             outputs[value.name] = None
         graph = self.placer.builder.finish(list(outputs))
         return replace(graph, folded=frozenset(self.folded(graph)), unseen=self.program.effects)
 
     def folded(self, graph: LayerGraph) -> Iterator[str]:
-        """Yields the buffers of which constants are computed, or that no layer holds: their values are in the graph."""
+        """Yields the buffers that constants are computed from, or that no layer holds: the graph
+        contains their values.
+        """
         held = {name for layer in graph.layers for name, _ in layer.own_parameters()}
         every = {s.value.name: s.target for s in self.program.sources if s.kind == "buffer"}
         buffers = {name: target for name, target in every.items() if not target.endswith("num_batches_tracked")}
@@ -132,7 +136,7 @@ class _Importer:
                 yield from (name for name in read if computed or name not in held)
 
     def call(self, node: Node) -> None:
-        """One call: a constant, a layer or several, or nothing."""
+        """Adds one call: as a constant, as layers, or not at all."""
         if node.target.partition("::")[2].startswith(CHECKS):
             return
         if is_constant(node, lambda ref: self.role(ref) == "constant") and not self.merges_samples(node):
@@ -141,7 +145,7 @@ class _Importer:
             self.layer(node)
 
     def layer(self, node: Node) -> None:
-        """A call that computes something."""
+        """Adds a call that computes something."""
         if all(v is None or 0 in v.shape for v in node.outputs):
             self.nothing.update(v.name for v in node.outputs if v)
             return
@@ -151,8 +155,8 @@ class _Importer:
         reduction = follows(node, given, lambda ref: prod(self.shape(ref)))
         if given and reduction is None:
             raise LayerwiseError(
-                f"layer {self.names[node.name]!r} ({node.target}) computes with a loss; a mean over samples is taken "
-                "last, so inside a model losses can be scaled and added only: do it with what the model returns"
+                f"layer {self.names[node.name]!r} ({node.target}) computes with a loss, but inside a model losses can "
+                "only be scaled and added, as their mean over samples is taken last: compute it from the model's output"
             )
         unused = all(v is None or v.name not in self.used for v in node.outputs)
         if unused and row(node.target) is None:
@@ -180,17 +184,19 @@ class _Importer:
             operand = self.placer.place(made, self.names[node.name])
             if not by_row and value.shape not in ((), operand.shape):  # a loss is a number a sample here
                 where = f"layer {self.names[node.name]!r} ({node.target})"
-                raise LayerwiseError(f"{where} gives {value.shape} in PyTorch, but {operand.shape} here")
+                raise LayerwiseError(
+                    f"{where} returns shape {value.shape} in PyTorch, but {operand.shape} in layerwise"
+                )
             self.values[value.name] = Rows(operand, value.shape) if by_row else operand
             reduction = reduction or (made.op.loss if isinstance(made, Built) and not value.shape else None)
             if reduction:
                 self.losses[value.name] = reduction
 
     def constant(self, node: Node) -> None:
-        """A constant, with its value where that is cheap."""
+        """Adds a constant, with its value if that is cheap."""
         self.constants.compute(node, self.names[node.name])
         for value in node.outputs:
-            if value is not None and 0 not in value.shape:  # nothing is in the others, and nobody misses it
+            if value is not None and 0 not in value.shape:  # the others are empty
                 spec = _spec(value)
                 if self.by_sample(value) or self.filled_by_sample(node, value):
                     spec = replace(spec, dims=("n", *spec.dims[1:]))
@@ -199,14 +205,14 @@ class _Importer:
                 self.nothing.add(value.name)
 
     def by_sample(self, value: Value) -> bool:
-        """Whether a constant that the forward pass makes has a row a sample. (s, s) masks and (s,) positions do not."""
+        """True if a constant of the forward pass has a row a sample. (s, s) masks and (s,) positions do not."""
         shape = value.shape
         return len(shape) > 1 and shape[0] == self.batch and (len(shape) > 2 or shape[0] != shape[1])
 
     def filled_by_sample(self, node: Node, value: Value) -> bool:
-        """Whether a constant is one number for every sample, as `torch.ones(x.shape[0])`, or computed of such.
+        """True if a constant is one number for every sample, such as `torch.ones(x.shape[0])`, or computed from such.
 
-        Where it is but as long as the batch happens to be, another batch tells (see `importers.torch.batches`).
+        If its size only equals the batch by chance, another batch shows that (see `importers.torch.batches`).
         """
         if value.shape != (self.batch,) or self.batch < 2:
             return False
@@ -214,8 +220,8 @@ class _Importer:
         return of_samples or base_name(node.target).removeprefix("new_").removesuffix("_like") in FILLED
 
     def merges_samples(self, node: Node) -> bool:
-        """Whether a constant becomes a layer here, which follows the number of samples: one with a row a sample in
-        view(n * windows, ...), or one that is repeated for every sample, but not as the first dimension.
+        """True if a constant becomes a layer that follows the number of samples: it has a row a sample in view(n *
+        windows, ...), or is repeated for every sample along a dimension other than the first.
         """
         out, name = node.outputs[0], base_name(node.target)
         if out is None or self.by_sample(out) or not node.operands:
@@ -233,7 +239,7 @@ class _Importer:
         return samples_along(own, out.shape, self.batch) is not None
 
     def merges_rows(self, node: Node) -> bool:
-        """view(-1, c) of (n, s, c): nothing is done until somebody needs it so. Says whether it was that."""
+        """Notes view(-1, c) of (n, s, c), which is done only when needed. Returns whether the call is one."""
         if base_name(node.target) not in SHAPED or node.outputs[0] is None:
             return False
         x = self.values[next(iter(node.operands)).name]
@@ -255,7 +261,7 @@ class _Importer:
         return True
 
     def works_by_row(self, node: Node) -> bool:
-        """Whether a call takes merged rows that need not be merged for it."""
+        """True if a call takes merged rows, and they need not be merged for it."""
         rows = [r for r in node.operands if isinstance(self.known(r), Rows)]
         if not rows or node.outputs[0] is None:
             return False
@@ -267,7 +273,7 @@ class _Importer:
         return {self.role(r.name) for r in node.operands if r != rows[0]} == {"parameter"}
 
     def operand(self, ref: Ref) -> Operand:
-        """The value of a tensor, rows merged."""
+        """The value of a tensor, with rows merged."""
         value = self.values[ref.name]
         if isinstance(value, Rows):
             value = self.placer.place(Built(Reshape(value.shape), (value.whole,)), f"{value.whole.name}.rows")
@@ -275,7 +281,7 @@ class _Importer:
         return value
 
     def argument(self, value: object, *, whole: bool = False) -> Argument:
-        """An argument as a Call has it."""
+        """An argument for a Call."""
         if isinstance(value, Ref):
             known = self.known(value)
             if known is None:
@@ -288,9 +294,9 @@ class _Importer:
         return str(value).removeprefix("torch.")  # dtypes, devices, layouts
 
     def known(self, ref: Ref) -> Operand | Rows | None:
-        """A tensor; None for one without elements."""
+        """A tensor's value; None if it is empty."""
         if ref.name not in self.values and ref.name not in self.nothing:
-            raise LayerwiseError(f"the model uses {ref.name!r}, an output that layerwise does not make")
+            raise LayerwiseError(f"the model uses {ref.name!r}, an output that layerwise does not compute")
         return self.values.get(ref.name)
 
     def role(self, name: str) -> str:
@@ -301,13 +307,13 @@ class _Importer:
         return self.values[ref.name].shape
 
     def builds(self, node: Node) -> list[Build]:
-        """How to build a call: by its row, or else as PyTorch computes it. LayerwiseError where it cannot be."""
-        a_complex = any(isinstance(value, complex) for value in node.arguments.values())  # a number that no row takes
+        """The functions that may build a call: its row, else PyTorch itself. Raises LayerwiseError if there is none."""
+        a_complex = any(isinstance(value, complex) for value in node.arguments.values())  # no row takes complex numbers
         build = None if a_complex else row(node.target)
         why = why_not(node)
         if build is None and why is not None:
             raise LayerwiseError(
-                f"layer {self.names[node.name]!r}: operator {node.target} {why}; register it with "
+                f"layer {self.names[node.name]!r}: operator {node.target} {why}: register it with "
                 f"layerwise.register_op({node.target!r}, ...)"
             )
         as_it_is = partial(torch_call, node, used=self.used.__contains__, shapes=self.placer.shapes)
@@ -316,7 +322,7 @@ class _Importer:
         return [build, as_it_is] if why is None and base_name(node.target) in ELSE_AS_IT_IS else [build]
 
     def beside(self, node: Node, call: Call, output: str) -> Result:
-        """A further output of a call, such as the positions of maxima, which its row does not make."""
+        """A further output of a call that its row does not return, such as the positions of maxima."""
         unsound = why_not(node) is not None
         if unsound or any(x.role == "parameter" for x in call.tensors):
             return None

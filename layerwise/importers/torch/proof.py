@@ -1,8 +1,8 @@
-"""Proof: the imported layers run beside the module that they are of, on its example, in its own mode and types.
+"""Proof: the imported layers run beside their module, on its example, in its own mode and types.
 
-Outputs, gradients of parameters and inputs, and buffers must be the same: whatever a trace does not show, and whatever
-a row of a table gets wrong, is found so. Nothing is dropped meanwhile: what draws random numbers gives fixed ones on
-both sides. A module that is traced once more in its other mode, without its values, is proven with drawn ones.
+Outputs, gradients of parameters and inputs, and buffers must be equal. That finds whatever a trace does not show, and
+whatever a table's row gets wrong. Random draws return fixed numbers on both sides, so nothing is dropped. A module that
+is traced again in its other mode, without its values, is proven with random values.
 """
 
 from __future__ import annotations
@@ -38,16 +38,17 @@ from layerwise.ops.opaque import TorchOp
 from layerwise.ops.tensor.pointwise import Cast
 from layerwise.ops.tensor.reduce import Reduce
 
-FEW = 2  # samples are run where nothing is asked but whether the layers are the model
-ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}  # of the largest
-NOTHING = 1e-4  # of the numbers that a number is a sum of, or beside: what is less is rounding
-NARROW = 2e-2  # where parts of a network in float64 compute in float32
+FEW = 2  # samples to run, if the only question is whether the layers are the model
+# relative to the largest number
+ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
+NOTHING = 1e-4  # relative to the terms of a sum or to the largest number: less is rounding
+NARROW = 2e-2  # if parts of a float64 network compute in float32
 _reason: ContextVar[str | None] = ContextVar("reason", default=None)
 
 
 @contextmanager
 def left_unproven(why: str | None) -> Iterator[None]:
-    """Within it nothing is run to prove it, where there is a reason: UnprovenError has it."""
+    """A context that raises UnprovenError with the reason not to run anything, if there is one."""
     token = _reason.set(why)
     try:
         yield
@@ -56,9 +57,9 @@ def left_unproven(why: str | None) -> Iterator[None]:
 
 
 def check_runnable(model: nn.Module, call: Call, graph: LayerGraph | None, samples: int) -> None:
-    """UnprovenError where a model is not to be run on so many samples: it has no values, or would take too long.
+    """Raises UnprovenError if a model must not run on so many samples: it has no values, or would take too long.
 
-    graph: its layers; None: they are not known.
+    graph: its layers; None if unknown.
     """
     tensors = [*model.parameters(), *model.buffers(), *pytree.tree_leaves(call)]
     tensors = [x for x in tensors if isinstance(x, Tensor)]
@@ -67,21 +68,23 @@ def check_runnable(model: nn.Module, call: Call, graph: LayerGraph | None, sampl
     if why := _reason.get():
         raise UnprovenError(why)
     if graph is not None:
-        with suppress(LayerwiseError):  # it takes no other batch than its own
+        with suppress(LayerwiseError):  # it accepts only its own batch
             graph = graph.rebatch(samples)
         check_affordable(graph, tensors[-1].device.type, drawn=any(map(is_hollow, model.parameters())))
 
 
 @contextmanager
 def running(model: nn.Module) -> Iterator[None]:
-    """Within it the model may be run: no other is traced, parameters without memory have values, nothing is warned."""
+    """A context to run the model in: no other model is traced, parameters without memory have
+    values, warnings are off.
+    """
     with TRACING, warnings.catch_warnings(), torch.inference_mode(False), filled(model):
-        warnings.simplefilter("ignore")  # what the model says, it says again where it is run
+        warnings.simplefilter("ignore")  # the model repeats its warnings when it really runs
         yield
 
 
 def compared(imported: Imported, model: nn.Module, call: Call, fed: Fed, samples: int = FEW) -> Imported:
-    """`proven`, by a run for this alone, of so many samples of the call."""
+    """`proven`, by a separate run on so many samples of the call."""
     check_runnable(model, call, imported.graph, samples)
 
     def some(x: Tensor) -> Tensor:
@@ -97,9 +100,10 @@ def compared(imported: Imported, model: nn.Module, call: Call, fed: Fed, samples
 
 
 def proven(imported: Imported, trial: Trial) -> Imported:
-    """Returns the import with the effects that running shows. UnlikeError, UnprovenError. Within `running`.
+    """Returns the import with the effects that running shows. Raises UnlikeError or UnprovenError. Use within
+    `running`.
 
-    imported: at the batch of the example.
+    imported: at the example's batch.
     """
     if imported.graph.unseen:
         raise UnprovenError(f"it {imported.graph.unseen[0]}")
@@ -118,10 +122,10 @@ def proven(imported: Imported, trial: Trial) -> Imported:
 
 
 def _check_alike(imported: Imported, trial: Trial) -> None:
-    """UnlikeError where the layers are not the model. UnprovenError."""
+    """Raises UnlikeError if the layers are not the model, or UnprovenError."""
     away, where = _compared(imported, trial)
     if away > max((ROUNDING[t] for t in trial.types if t in ROUNDING), default=ROUNDING[torch.float32]):
-        if trial.types != {torch.float64}:  # there, rounding is next to nothing, however much of it a network makes
+        if trial.types != {torch.float64}:  # float64 has almost no rounding
             wide = trial.wide
             state = dict(wide.model.named_parameters(remove_duplicate=False)) | dict(
                 wide.model.named_buffers(remove_duplicate=False)
@@ -135,21 +139,21 @@ def _check_alike(imported: Imported, trial: Trial) -> None:
 
 
 def _compared(imported: Imported, trial: Trial) -> tuple[float, tuple[str, str]]:
-    """How far away the layers are, relative to the largest number, and where that is first."""
+    """How much the layers differ, relative to the largest number, and where that is first."""
     graph, structure, run, model = imported.graph, imported.structure, trial.first, trial.model
     if structure is None:
-        raise UnprovenError("it returns a tensor that no layer makes")
+        raise UnprovenError("it returns a tensor that no layer computes")
     if run.undifferentiated is not None and model.training:
         raise run.undifferentiated
     try:
         state = {name: read() for name, read in imported.stored.items()}
-    except LayerwiseError as error:  # a constant that has none
-        raise UnprovenError(f"it has values that are not known ({error})") from error
+    except LayerwiseError as error:  # a constant without a value
+        raise UnprovenError(f"it has unknown values ({error})") from error
     state |= {n: b.clone() for n, b in trial.before.items() if n in state}
     parameters = [(n, p) for n, p in model.named_parameters(remove_duplicate=False) if p.requires_grad]
     inputs = [(n, x) for n, x in imported.arguments.tensors(*trial.call).items() if x.requires_grad]
     if run.undifferentiated is not None:
-        parameters, inputs = [], []  # PyTorch has none either of it in evaluation
+        parameters, inputs = [], []  # nor has PyTorch in evaluation
     layers, ends = UnfusedLayers(graph, state, training=model.training), graph.layers[-1].inputs
     copied: Call = pytree.tree_map_only(Tensor, Tensor.clone, trial.call)
     with torch.enable_grad():
@@ -160,7 +164,7 @@ def _compared(imported: Imported, trial: Trial) -> tuple[float, tuple[str, str]]
     differences = [(distance(x, y, NOTHING * _terms(graph, ends[i], made)), ends[i], "its output") for i, x, y in pairs]
     theirs = [run.gradients.get(id(x)) for _, x in (*parameters, *inputs)]
     largest = [0.0 if g is None or not g.numel() else float(g.abs().max()) for g in theirs]
-    for i, (name, x) in enumerate((*parameters, *inputs)):  # of inputs, what is next to nothing beside all is rounding
+    for i, (name, x) in enumerate((*parameters, *inputs)):  # for inputs, what is tiny beside all is rounding
         least = NOTHING * max(largest[: len(parameters) if i < len(parameters) else None])
         here, there = (torch.zeros_like(x) if g is None else g for g in (ours[i], theirs[i]))
         differences.append((distance(here, there, least), _user(graph, name), f"the gradient of {name!r}"))
@@ -175,7 +179,7 @@ def _compared(imported: Imported, trial: Trial) -> tuple[float, tuple[str, str]]
 
 
 def _ends(made: Mapping[str, Tensor], run: ModelRun) -> Iterator[tuple[str, Tensor]]:
-    """The last layer of each module, in order, and what the module returned."""
+    """The last layer of each module, in order, with what the module returned."""
     seen = run.seen
     last = {path: name for name in made for path in _paths(name) if path in seen}
     names = {name: path for path, name in last.items()}
@@ -183,7 +187,7 @@ def _ends(made: Mapping[str, Tensor], run: ModelRun) -> Iterator[tuple[str, Tens
 
 
 def _paths(name: str) -> Iterator[str]:
-    """The modules that a layer may be of: `a.b.add` of `a.b.add`, `a.b` and `a`."""
+    """The modules that a layer may belong to: `a.b.add` of `a.b.add`, `a.b` and `a`."""
     parts = name.partition(":")[0].split(".")
     return (".".join(parts[:i]) for i in range(len(parts), 0, -1))
 
@@ -191,20 +195,20 @@ def _paths(name: str) -> Iterator[str]:
 def _paired(
     leaves: Sequence[object], places: Sequence[int | None], values: Sequence[object], outputs: Sequence[Tensor]
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Number, value here and value there of each output that is a tensor. UnlikeError where the others differ."""
+    """Number, value here and value there of each tensor output. Raises UnlikeError if the other outputs differ."""
     if len(leaves) != len(places):
-        raise UnlikeError("outputs", f"it returns {len(leaves)} values, and {len(places)} in its trace")
+        raise UnlikeError("outputs", f"it returns {len(leaves)} values, but {len(places)} in its trace")
     for leaf, i, value in zip(leaves, places, values, strict=True):
         if i is None and not isinstance(leaf, Tensor) and leaf != value:
-            raise UnlikeError("outputs", f"it returns {leaf!r}, and {value!r} in its trace")
+            raise UnlikeError("outputs", f"it returns {leaf!r}, but {value!r} in its trace")
         if i is not None and isinstance(leaf, Tensor):
             if leaf.shape != outputs[i].shape:
-                raise UnlikeError("outputs", f"shape {tuple(outputs[i].shape)}, not {tuple(leaf.shape)}")
+                raise UnlikeError("outputs", f"shape {tuple(outputs[i].shape)} instead of {tuple(leaf.shape)}")
             yield i, outputs[i], leaf
 
 
 def _terms(graph: LayerGraph, name: str, made: Mapping[str, Tensor]) -> float:
-    """The largest of the numbers that an output is a sum or mean of, which may cancel; 0.0 where it is none."""
+    """The largest term of the sum or mean that an output is, as terms may cancel; 0.0 if it is neither."""
     layer = graph[name]
     while len(layer.inputs) == 1:
         terms = made[layer.inputs[0]]
@@ -218,12 +222,12 @@ def _terms(graph: LayerGraph, name: str, made: Mapping[str, Tensor]) -> float:
 
 
 def _total(graph: LayerGraph, name: str, x: Tensor) -> Tensor:
-    """A loss, a number a sample here, as PyTorch's."""
+    """A loss as PyTorch has it; here it is a number a sample."""
     kind = graph.losses.get(name)
     return x if kind is None or not x.dim() else x.mean() if kind == "mean" else x.sum()
 
 
 def _user(graph: LayerGraph, name: str) -> str:
-    """The layer that a parameter or buffer is of."""
+    """The layer that owns a parameter or buffer."""
     users = (layer.name for layer in graph.layers if name in (*layer.parameters, *layer.inputs))
     return next(users, name)

@@ -1,7 +1,7 @@
-"""Trial: a model as it is written, run on samples of its example where nothing is drawn.
+"""Trial: runs a model as written on samples of its example, with fixed numbers for random draws.
 
-One run has gradients: the imported layers are held against it (`importers.torch.proof`). In the runs of parts that
-follow, samples must be independent (`importers.torch.samples`) and nothing may have changed by the first.
+One run has gradients: the imported layers are compared with it (`importers.torch.proof`). In the runs of parts that
+follow, samples must be independent (`importers.torch.samples`), and the first must not have changed anything.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from layerwise.importers.torch.unfused import (
     values_like,
 )
 
-LARGEST = 1e4  # number of an example that is run
-ALIKE = 1e-3  # of the largest number: what a second call gives
+LARGEST = 1e4  # largest number in an example to run
+ALIKE = 1e-3  # relative to the largest number, for a second call
 
 
 class NotRunError(LayerwiseError):
-    """The model cannot be run on such a batch."""
+    """Raised if the model cannot run on such a batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchStatistics:
-    """The statistics of one batch norm's call: rows a sample, and each channel's mean and variance over all samples."""
+    """The statistics of one batch norm call: rows a sample, and each channel's mean and variance over all samples."""
 
     rows: int
     mean: Tensor
@@ -65,14 +65,14 @@ class ModelRun:
     seen: Mapping[str, Tensor]
     norms: Sequence[BatchStatistics | None]
     narrow: bool  # whether some of it was computed in fewer than 64 bits
-    gradients: Mapping[int, Tensor | None]  # by the id of what they are of; empty where none were asked for
+    gradients: Mapping[int, Tensor | None]  # by the id of the tensor; empty if none were asked for
     undifferentiated: UnlikeError | None  # why PyTorch has none
     buffers: Mapping[str, Tensor]
     numbers: Numbers
-    moves_again: bool  # whether the backward pass moves buffers, too
+    moves_again: bool  # whether the backward pass updates buffers too
 
     def like(self, other: ModelRun) -> bool:
-        """Whether both made the same."""
+        """True if both runs returned the same."""
         return len(self.leaves) == len(other.leaves) and all(
             distance(a, b) <= ALIKE if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
             for a, b in zip(self.leaves, other.leaves, strict=True)
@@ -83,9 +83,10 @@ class Trial:
     """A model run with gradients on a call, and then without on others, such as parts of its samples."""
 
     def __init__(self, model: nn.Module, given: Call, samples: int, others: Sequence[tuple[Call, int]] = ()) -> None:
-        """NotRunError where the model cannot be run on the call. samples: that the call has; others: with theirs.
+        """Raises NotRunError if the model cannot run on the call. samples: in the call; others: calls with theirs.
 
-        given: whose inputs have gradients as the example's have; they all have where the model takes that.
+        given: its inputs have gradients like the example's; the first run gives all of them gradients, if the model
+        accepts that.
         """
         self.model, self.given, self.samples, self._others = model, given, samples, others
         self.before, self.numbers = buffers_of(model), numbers(model)
@@ -114,9 +115,9 @@ class Trial:
             self.effects = (twice, *self.effects)
 
     def settle(self) -> bool:
-        """Finds out, once, whether a second call, or one without gradients, is another: parts are run afresh then.
+        """Checks, once, whether a second call or one without gradients differs; parts are then run from a fresh start.
 
-        NotRunError where the model cannot be run on the others.
+        Raises NotRunError if the model cannot run on the others.
         """
         if self.every is not self.first:
             return False
@@ -140,14 +141,14 @@ class Trial:
 
     @property
     def is_as_given(self) -> bool:
-        """Whether the inputs have gradients only where the example's have."""
+        """True if the inputs have gradients only where the example's have."""
         return all(
             x.requires_grad == y.requires_grad for x, y in zip(floating(self.call), floating(self.given), strict=True)
         )
 
     @property
     def plain(self) -> Trial:
-        """The trial where no more inputs have gradients than the example's. NotRunError."""
+        """The trial in which only the example's inputs have gradients. Raises NotRunError."""
         made = copy.copy(self)
         made.__dict__.pop("wide", None)
         made.call = self.given
@@ -172,9 +173,9 @@ class Trial:
 
     @cached_property
     def wide(self) -> Trial:
-        """The trial in float64, where rounding is next to nothing, however much of it a network makes.
+        """The trial in float64, where rounding is negligible.
 
-        UnprovenError where the model has no float64.
+        Raises UnprovenError if the model cannot run in float64.
         """
         try:
             model = copy.deepcopy(self.model).double()
@@ -185,25 +186,27 @@ class Trial:
             return wide
         except UnprovenError:
             raise
-        except Exception as error:  # whatever a user's class meets
-            raise UnprovenError(f"it rounds much, and has no float64 ({type(error).__name__})") from error
+        except Exception as error:  # anything that a user's class raises
+            raise UnprovenError(
+                f"its rounding is large, and it does not run in float64 ({type(error).__name__})"
+            ) from error
 
 
 def as_double(x: Any) -> Any:
-    """A tensor of floating-point numbers in float64; another value as it is."""
+    """A floating-point tensor in float64; any other value unchanged."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         return x
     return x.detach().double().requires_grad_(x.requires_grad)
 
 
 def runnable(call: Call) -> Call:
-    """The call with tensors that can be computed with: copies, of numbers that are not too large."""
+    """The call with copies of its tensors, with numbers that are not too large to compute with."""
 
     def real(x: Tensor) -> Tensor:
         some = x.detach()
         if is_hollow(x):
             some = values_like(some)
-        elif x.is_floating_point():  # an example by torch.empty may have anything, and all is equal where all is NaN
+        elif x.is_floating_point():  # torch.empty may contain anything, and with NaN everywhere all results are equal
             some = some.nan_to_num().clamp(-LARGEST, LARGEST)
         return some.clone().requires_grad_(x.requires_grad)
 
@@ -218,14 +221,14 @@ def floating(call: Call) -> list[Tensor]:
 
 
 def _differentiated(call: Call) -> Call:
-    """Returns the call with tensors that have gradients where they can."""
+    """Returns the call with gradients for all tensors that may have one."""
     able = set(map(id, floating(call)))
     made: Call = pytree.tree_map_only(Tensor, lambda x: x.detach().requires_grad_(id(x) in able), call)
     return made
 
 
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of its buffers, by all their names."""
+    """Copies of the model's buffers, by all their names."""
     return {name: b.detach().clone() for name, b in model.named_buffers(remove_duplicate=False)}
 
 
@@ -243,7 +246,9 @@ def _run(
     known: Sequence[BatchStatistics | None] | None = None,
     wanted: Sequence[Tensor] = (),
 ) -> ModelRun:
-    """Returns one call, with gradients of what is wanted. known: what its batch norms take, in the order of calls."""
+    """Returns the result of one call, with gradients of `wanted`. known: statistics for its batch
+    norms, in call order.
+    """
     positional, named = pytree.tree_map_only(Tensor, Tensor.clone, call)
     seen, norms, error = dict[str, Tensor](), _BatchNorms(samples, known), None
     gradients: Sequence[Tensor | None] = ()
@@ -253,7 +258,7 @@ def _run(
                 leaves = pytree.tree_leaves(uncompiled(model)(*positional, **named))
         except (LayerwiseError, torch.OutOfMemoryError) as failed:
             raise UnprovenError(f"it cannot be run here: {first_line(failed)}") from failed
-        except Exception as failed:  # the model's own code, which may raise anything
+        except Exception as failed:  # the model's own code may raise anything
             raise NotRunError(f"{type(failed).__name__}: {first_line(failed)}") from failed
         counted, moved = numbers(model), buffers_of(model)
         if known is None:
@@ -269,12 +274,12 @@ def _run(
 
 
 def gradients_of(outputs: Sequence[Tensor], of: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """Returns the gradients of the outputs' sum with fixed weights; sparse ones of embeddings in full. UnlikeError."""
+    """Returns the gradients of a fixed weighted sum of the outputs, embeddings' in full. Raises UnlikeError."""
     return [g if g is None else g.to_dense() for g in _as_made(outputs, of)]
 
 
 def _as_made(outputs: Sequence[Tensor], of: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """The gradients, as autograd makes them."""
+    """The gradients as autograd returns them."""
     total = torch.zeros(())
     for x in outputs:
         if x.requires_grad:
@@ -283,7 +288,7 @@ def _as_made(outputs: Sequence[Tensor], of: Sequence[Tensor]) -> Sequence[Tensor
         return [None] * len(of)
     try:
         return torch.autograd.grad(total, of, allow_unused=True, retain_graph=True)
-    except RuntimeError as error:  # of checkpoints of the old kind, which know of no other way than backward()
+    except RuntimeError as error:  # reentrant checkpoints support only backward()
         if "checkpoint" not in str(error).lower() or any(p._post_accumulate_grad_hooks for p in of):
             raise UnlikeError("outputs", f"its backward pass raises {error}") from error
     grads = [p.grad for p in of]
@@ -298,7 +303,7 @@ def _as_made(outputs: Sequence[Tensor], of: Sequence[Tensor]) -> Sequence[Tensor
 
 
 class _BatchNorms(TorchFunctionMode):
-    """Within it batch norms of all samples note their statistics, or take those that another batch had."""
+    """A mode in which batch norms over all samples record their statistics, or use those of another batch."""
 
     def __init__(self, samples: int, known: Sequence[BatchStatistics | None] | None) -> None:
         super().__init__()
@@ -317,7 +322,7 @@ class _BatchNorms(TorchFunctionMode):
         x, number = given["input"], len(self.seen)
         if not given.get("training"):
             return func(*args, **named)
-        if x.dim() < 2 or x.shape[0] % self.samples:  # of some of the samples, or of weights
+        if x.dim() < 2 or x.shape[0] % self.samples:  # over some of the samples, or over weights
             self.seen.append(None)
             return func(*args, **named)
         dims = [d for d in range(x.dim()) if d != 1]

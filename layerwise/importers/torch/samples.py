@@ -1,8 +1,9 @@
-"""Samples: the law that what a model makes of a sample is made of that sample alone, proven by running the model.
+"""The law that samples are independent: what a model computes for one depends on no other. Running the model proves it.
 
-It is run on five samples and on three and two of them: the same rows, and a loss that is their mean or sum. Where it
-takes no such batch, one sample of the example is another: the rows of the others stay. Batch norms are known: on parts
-they take the statistics of all. Which inputs have samples is found out so, where several are as long as the batch.
+The model runs on five samples and on three and two of them: rows must be the same, and a loss must be their mean or
+sum. If it accepts no such batch, one sample of the example is replaced: the rows of the others must stay. Batch norms
+are exempt: on parts they use the statistics of all samples. This also shows which inputs have samples, if several are
+as long as the batch.
 """
 
 from __future__ import annotations
@@ -22,34 +23,33 @@ from layerwise.importers.torch.read.fed import Fed
 from layerwise.importers.torch.runs import NotRunError, Trial, runnable
 from layerwise.importers.torch.unfused import UnprovenError, distance
 
-PARTS = (3, 2)  # samples of the parts that the model is run on: no grouping of several samples goes into both
+PARTS = (3, 2)  # sizes of the parts that the model runs on: no grouping of several samples fits both
 EXACT = 1e-7  # of the largest number, in float64
-NARROW = 2e-2  # where parts of a network in float64 compute in fewer bits
-ROUNDED = {torch.float64: EXACT, torch.float32: 2e-5}  # where it is more, float64 decides
-NOTHING = 1e-2  # a loss that is less may be what rounding leaves of numbers that cancel
-MOST_CANDIDATES = 4  # inputs as long as the batch, of which any may be shared
+NARROW = 2e-2  # if parts of a float64 network compute in fewer bits
+ROUNDED = {torch.float64: EXACT, torch.float32: 2e-5}  # if it is more, float64 decides
+NOTHING = 1e-2  # a smaller loss may be what rounding leaves of numbers that cancel
+MOST_CANDIDATES = 4  # inputs as long as the batch, any of which may be shared
 
 
 class MixedSamplesError(LayerwiseError):
-    """Samples are not independent."""
+    """Raised if samples are not independent."""
 
     def __init__(self, what: str, layer: str = "", as_long: Sequence[str] = ()) -> None:
-        """as_long: inputs as long as the batch, of which some may be shared."""
+        """as_long: inputs as long as the batch, some of which may be shared."""
         self.what, self.layer = what, layer
-        which = f" ({', '.join(as_long)} are as long as the batch: shared= names those without samples, () none)"
+        which = f" ({', '.join(as_long)} are as long as the batch: shared= names those that samples share, () none)"
         super().__init__(
-            f"{f'layer {layer!r}' if layer else 'the model'} computes something of several samples together: {what}; "
-            "layerwise gives one device's numbers where samples are independent, but for batch norms and losses, and, "
-            "with samples_together=True in ParallelOptions, where a layer computes them together, however many they "
-            f"are{which if len(as_long) > 1 else ''}"
+            f"{f'layer {layer!r}' if layer else 'the model'} combines samples: {what}. layerwise needs independent "
+            "samples, except in batch norms and losses; ParallelOptions(samples_together=True) also allows a layer "
+            f"that combines any number of samples{which if len(as_long) > 1 else ''}"
         )
 
 
 def independent(model: nn.Module, call: Call, fed: Fed, *, any_shared: bool) -> tuple[Fed, Trial]:
-    """The inputs that have samples, of which these are independent, and the runs that show it.
+    """The inputs that have samples, which are independent, and the runs that show it.
 
-    any_shared: whether inputs as long as the batch may be shared. LayerwiseError where samples are not independent;
-    UnprovenError where the model cannot be run so.
+    any_shared: whether inputs as long as the batch may be shared. Raises LayerwiseError if samples are not independent,
+    and UnprovenError if the model cannot run that way.
     """
     first: MixedSamplesError | None = None
     for rows in _subsets(fed) if any_shared else (fed.rows,):
@@ -74,7 +74,7 @@ def independent(model: nn.Module, call: Call, fed: Fed, *, any_shared: bool) -> 
 
 
 def check_decided(model: nn.Module, call: Call, fed: Fed, error: MixedSamplesError) -> None:
-    """The error where the model also takes some of the inputs as long as the batch as the same for all samples."""
+    """Raises the error if the model also accepts some inputs as long as the batch as shared by all samples."""
     for rows in _subsets(fed):
         if rows != fed.rows and fed.batch > 1:
             with suppress(NotRunError, UnprovenError):
@@ -89,7 +89,7 @@ def _names(model: nn.Module, call: Call, leaves: Collection[int]) -> tuple[str, 
 
 
 def _mixing(trial: Trial) -> str:
-    """The path of the first module whose output has other rows on some of the samples; empty where none is seen."""
+    """The path of the first module whose output rows change with the samples beside them; empty if none is seen."""
     for path, x in trial.every.seen.items() if trial.samples == sum(PARTS) and trial.others else ():
         part = trial.others[0].seen.get(path, x)
         ratio = x.dim() and part.dim() and x.shape[0] * PARTS[0] == part.shape[0] * trial.samples
@@ -107,15 +107,15 @@ def _subsets(fed: Fed) -> Iterator[frozenset[int]]:
 
 @dataclass(frozen=True, slots=True)
 class _Away:
-    """How far away the rows of parts are, relative to the largest number, and what is."""
+    """How much the rows of parts differ, relative to the largest number, and what differs."""
 
     distance: float
     what: str
-    uneven: tuple[int, ...]  # as `Fed` has it
+    uneven: tuple[int, ...]  # see `Fed`
 
 
 def _tried(trial: Trial, compare: Callable[[Trial], _Away]) -> tuple[Trial, tuple[int, ...]]:
-    """The trial, and `Fed.uneven`. MixedSamplesError, UnprovenError, NotRunError."""
+    """The trial, and `Fed.uneven`. Raises MixedSamplesError, UnprovenError or NotRunError."""
     most = min((ROUNDED.get(t, 0.0) for t in trial.types), default=EXACT)
     while True:
         found = compare(trial)
@@ -123,12 +123,12 @@ def _tried(trial: Trial, compare: Callable[[Trial], _Away]) -> tuple[Trial, tupl
             found, most = compare(trial.wide), NARROW if trial.wide.every.narrow else EXACT
         if found.distance <= most:
             return trial, found.uneven
-        if not trial.settle():  # it is not that a second call, or one without gradients, is another
+        if not trial.settle():  # the cause is not that a second call, or one without gradients, differs
             raise MixedSamplesError(found.what, _mixing(trial))
 
 
 def _of_parts(model: nn.Module, call: Call, fed: Fed) -> tuple[Trial, tuple[int, ...]]:
-    """Compares what is returned of five samples with that of three and two of them."""
+    """Compares the model's results for five samples with those for three and two of them."""
     many = sum(PARTS)
     every = _as_given(fed.map(lambda x: _distinct(x, many), runnable(call)), call)
     parts = [
@@ -142,7 +142,7 @@ def _by_parts(trial: Trial) -> _Away:
     many, every, parts = trial.samples, trial.every.leaves, [part.leaves for part in trial.others]
     uneven, worst = list[int](), (0.0, "")
     if any(len(part) != len(every) for part in parts):
-        return _Away(float("inf"), "how much the model returns depends on the number of samples", ())
+        return _Away(float("inf"), "the number of values that the model returns depends on the number of samples", ())
     for i, (all_rows, *halves) in enumerate(zip(every, *parts, strict=True)):
         tensors = [x for x in halves if isinstance(x, Tensor)]
         if not isinstance(all_rows, Tensor) or len(tensors) < len(halves):
@@ -151,13 +151,16 @@ def _by_parts(trial: Trial) -> _Away:
             dim = _along(all_rows, tensors)
             if dim is None:
                 what = (
-                    f"output {i} has shape {tuple(all_rows.shape)} for {many} samples and {tuple(tensors[0].shape)} "
-                    f"for {PARTS[0]}, and each sample must have a row, or as many as the others"
+                    f"output {i} has shape {tuple(all_rows.shape)} for {many} samples but {tuple(tensors[0].shape)} "
+                    f"for {PARTS[0]}: each sample must have the same number of rows"
                 )
                 return _Away(float("inf"), what, ())
-            away, what = distance(torch.cat(tensors, dim), all_rows), "has other rows where other samples are there"
+            away, what = distance(torch.cat(tensors, dim), all_rows), "has rows that change with the other samples"
         elif all_rows.dim():
-            away, what = max(distance(x, all_rows) for x in tensors), "depends on all samples, and has no row for each"
+            away, what = (
+                max(distance(x, all_rows) for x in tensors),
+                "depends on all samples, and has no row for each sample",
+            )
         else:
             away, what = 0.0, ""
             uneven += [i] * (not _is_loss(all_rows, tensors))
@@ -167,7 +170,7 @@ def _by_parts(trial: Trial) -> _Away:
 
 
 def _is_loss(all_samples: Tensor, parts: Sequence[Tensor]) -> bool:
-    """Whether a number is the mean, or the sum, of those of parts of the samples, or the same for any."""
+    """True if a number is the mean or the sum over parts of the samples, or the same for all."""
     numbers = [x.double() for x in parts]
     mean = torch.stack([x * n for x, n in zip(numbers, PARTS, strict=True)]).sum() / sum(PARTS)
     total = torch.stack(numbers).sum()
@@ -175,7 +178,7 @@ def _is_loss(all_samples: Tensor, parts: Sequence[Tensor]) -> bool:
 
 
 def _along(whole: Tensor, parts: Sequence[Tensor]) -> int | None:
-    """The dimension that samples are along: the only one whose extents are proportional to their number."""
+    """The sample dimension: the only one whose size is proportional to the number of samples."""
     many = sum(PARTS)
     if any(x.dim() != whole.dim() for x in parts):
         return None
@@ -187,10 +190,10 @@ def _along(whole: Tensor, parts: Sequence[Tensor]) -> int | None:
 
 
 def _of_another(model: nn.Module, call: Call, fed: Fed) -> tuple[Trial, tuple[int, ...]]:
-    """Compares what is returned of the example with that where its first, or its last, sample is another."""
+    """Compares the model's results for the example with those after its first, or last, sample is replaced."""
     batch = fed.batch
     if batch < 2:
-        raise NotRunError("it takes one sample only")
+        raise NotRunError("it accepts one sample only")
     every = _as_given(fed.map(lambda x: _distinct(x, batch), runnable(call)), call)
     others = [
         (fed.map(lambda x, place=place: _with_another(x, place), every), batch)  # type: ignore[misc]
@@ -209,16 +212,16 @@ def _by_another(trial: Trial) -> _Away:
         for place, leaves in others.items():
             x = leaves[i]
             if not isinstance(x, Tensor) or x.shape != one.shape:
-                return _Away(float("inf"), f"the shape of output {i} depends on the numbers of a sample", ())
+                return _Away(float("inf"), f"the shape of output {i} depends on a sample's values", ())
             kept = [] if dim is None else [r for r in range(one.shape[dim]) if r // (one.shape[dim] // batch) != place]
             if dim is None:
                 away, what = (
                     distance(x, one),
-                    f"has shape {tuple(one.shape)} for {batch} samples, and each must have a row",
+                    f"has shape {tuple(one.shape)} for {batch} samples, but each sample must have a row",
                 )
             else:
                 ours, theirs = (t.index_select(dim, _ids(kept, t)) for t in (x, one))
-                away, what = distance(ours, theirs), "has other rows where another sample is another"
+                away, what = distance(ours, theirs), "has rows that change with another sample"
             if not away <= worst[0]:
                 worst = away, f"output {i} {what}"
     numbers = (i for i, x in enumerate(every) if isinstance(x, Tensor) and not x.dim())
@@ -226,7 +229,7 @@ def _by_another(trial: Trial) -> _Away:
 
 
 def _as_given(samples: Call, call: Call) -> Call:
-    """These inputs, with gradients where the example's have some."""
+    """These inputs, with gradients for those that have one in the example."""
     wanted, (leaves, tree) = pytree.tree_leaves(call), pytree.tree_flatten(samples)
     pairs = zip(leaves, wanted, strict=True)
     made = [x.detach().requires_grad_(y.requires_grad) if isinstance(x, Tensor) else x for x, y in pairs]
@@ -239,7 +242,7 @@ def _ids(rows: Sequence[int], like: Tensor) -> Tensor:
 
 
 def _distinct(x: Tensor, samples: int) -> Tensor:
-    """So many samples: the example's, and others made of them where it has fewer, or has one several times."""
+    """`samples` samples: the example's, and variations of them if it has fewer, or duplicates."""
     rows = list[Tensor]()
     for i in range(samples):
         row = x[i % len(x)].detach()
@@ -249,14 +252,14 @@ def _distinct(x: Tensor, samples: int) -> Tensor:
 
 
 def _with_another(x: Tensor, place: int) -> Tensor:
-    """The same samples but for one, which is another."""
+    """The same samples, with one replaced."""
     rows = list(x.unbind())
     rows[place] = _another(rows[place], len(rows))
     return torch.stack(rows)
 
 
 def _another(row: Tensor, number: int) -> Tensor:
-    """Another sample of the kind of this one: of integers the same ones in another order, or 0 and 1."""
+    """Another sample of the same kind: integers in another order, or 0 and 1."""
     if row.is_floating_point() or row.is_complex():
         draws = torch.Generator().manual_seed(number)
         drawn = torch.rand(row.shape, generator=draws, dtype=torch.float64).to(row.device) * 2 - 1

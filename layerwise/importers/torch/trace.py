@@ -1,4 +1,4 @@
-"""A module traced by torch.export, in its training IR: its layers, how it is called, what the trace does not show."""
+"""Traces a module with torch.export (training IR): its layers, how it is called, and its untraced effects."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ class Imported:
 
     graph: LayerGraph
     stored: Stored
-    structure: OutputStructure | None  # how it returns its outputs (see `structure_of`)
+    structure: OutputStructure | None  # see `structure_of`
     arguments: Arguments  # how it was called
-    before: Numbers  # that are its attributes, and what its call has made of them
+    before: Numbers  # its attributes that are numbers, and their values after the call
     after: Numbers
     unproven: str | None = None  # why its layers were not run beside it
-    inputs_without_gradient: str | None = None  # why the layers' gradients of inputs are not the module's
-    fed: Fed | None = None  # which of the inputs have samples
-    called: frozenset[str] = frozenset()  # paths of the modules without modules inside that its call calls
-    written: frozenset[str] = frozenset()  # paths of the modules' attributes that its call sets, or changes inside
+    inputs_without_gradient: str | None = None  # why gradients of inputs differ from the module's
+    fed: Fed | None = None  # which inputs have samples
+    called: frozenset[str] = frozenset()  # paths of the leaf modules that it calls
+    written: frozenset[str] = frozenset()  # paths of module attributes that it sets or changes
 
     @property
     def changed(self) -> tuple[str, ...]:
@@ -67,7 +67,7 @@ class Imported:
         return changed(self.before, self.after)
 
     def rebatch(self, batch: int) -> Imported:
-        """The same at another number of samples."""
+        """The same module at another number of samples."""
         return replace(self, graph=self.graph.rebatch(batch))
 
 
@@ -80,9 +80,9 @@ def import_module(
     *,
     fixed: bool = False,
 ) -> Imported:
-    """Traces a module with as many samples as the call has.
+    """Traces a module with the call's number of samples.
 
-    after: a call before it, which has left numbers changed. fixed: as `build_graph` has it.
+    after: an earlier call, which has changed numbers. fixed: as `build_graph` has it.
     """
     known = numbers(model)
     try:
@@ -106,15 +106,15 @@ def _export(
     for path, module in model.named_modules():
         if module.training != model.training and isinstance(module, TRAINS_OTHERWISE):
             raise LayerwiseError(
-                f"layer {path!r} is in {'training' if module.training else 'evaluation'} mode and the model is not: "
-                "layerwise has one mode for all; call train() or eval() on the whole model"
+                f"layer {path!r} is in {'training' if module.training else 'evaluation'} mode but the model is not: "
+                "call train() or eval() on the whole model, as layerwise has one mode for all layers"
             )
-        # Traced in evaluation it would look like momentum 0; in training its factor depends on a buffer.
+        # In evaluation it would look like momentum 0; in training its factor depends on a buffer.
         batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats
         if batch_norm and module.momentum is None:
             raise LayerwiseError(
-                f"layer {path!r}: batch norm with momentum=None (cumulative averages) is not supported; "
-                "give it a momentum, such as 0.1"
+                f"layer {path!r}: batch norm with momentum=None (cumulative averages) is not supported: set a "
+                "momentum, such as 0.1"
             )
     effects = UntracedEffects()
     try:
@@ -129,13 +129,13 @@ def _export(
         ):
             configure(model)
             for module in model.modules():
-                if isinstance(module, nn.SyncBatchNorm):  # it is a batch norm, of the full batch as all are here
+                if isinstance(module, nn.SyncBatchNorm):  # here every batch norm uses the full batch
                     vars(module)["forward"] = partial(nn.BatchNorm2d.forward, module)
             exported = torch.export.export(model, examples, kwargs, strict=False)
         return exported, effects
     except LayerwiseError:
         raise
-    except Exception as error:  # torch.export raises whatever the model's code meets
+    except Exception as error:  # torch.export raises whatever the model's code raises
         raise LayerwiseError(_export_failed(title, effects.here, error)) from error
 
 
@@ -154,7 +154,9 @@ class _Unprinted:
 
 @contextmanager
 def _all_on_meta(model: nn.Module) -> Iterator[None]:
-    """Within it, where some tensors are on the meta device, others are stood in for, by what knows their values."""
+    """A context that, if some tensors are on the meta device, replaces the others by stand-ins that
+    know their values.
+    """
     tensors = [*model.parameters(), *model.buffers()]
     made: dict[int, torch.Tensor] = {}
     swapped: list[tuple[dict[str, Any], str, torch.Tensor]] = []
@@ -178,26 +180,28 @@ def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _export_failed(title: str, layer: str, error: Exception) -> str:
-    """What is told of a failed export. layer: the path of the innermost module inside that was called last."""
+    """The message for a failed export. layer: the path of the innermost submodule called last."""
     said = first_line(error, 300) if str(error) else ""
     text = f"{type(error).__name__} {error}"
     if "data-dependent" in text or "DataDependent" in text or "control flow" in text:
         said = said.rstrip(".") + _looks_at(error)
         remedy = (
-            "the path through the network must not depend on data, and it cannot check values of tensors: write it "
-            "with torch.where, or leave it outside"
+            "the path through the network must not depend on data, and the model cannot check tensors' values: use "
+            "torch.where, or move it out of the model"
         )
-    elif "register a pytree" in text or "unhashable type" in text:  # the latter in torch 2.11
+    elif "register a pytree" in text or "unhashable type" in text:  # unhashable in torch 2.11
         said = said.partition(". ")[0]
-        remedy = "return a tuple or a dictionary, or make it known to PyTorch, as torch.export.register_dataclass does"
+        remedy = (
+            "return a tuple or a dictionary, or register the type, for example with torch.export.register_dataclass"
+        )
     else:
-        remedy = "check that the model runs on these example inputs, or give its ExportedProgram"
+        remedy = "check that the model runs on these example inputs, or pass its ExportedProgram"
     where = f"layer {layer!r} of model {title!r}" if layer else f"model {title!r}"
     return f"{where}: torch.export fails with {type(error).__name__}: {said.rstrip('.')}; {remedy}"
 
 
 def _looks_at(error: BaseException) -> str:
-    """Where it failed: the last line that is neither torch's nor ours."""
+    """The last line of the traceback that is neither torch's nor ours."""
     own = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_NOT_THE_MODEL)]
     if not own or not own[-1].line:
         return ""
@@ -209,7 +213,7 @@ _NOT_THE_MODEL = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2
 
 
 def placeholders(model: nn.Module, title: str) -> tuple[torch.Tensor, ...]:
-    """Example inputs that an fx graph carries itself."""
+    """The example inputs that an fx graph itself contains."""
     examples: list[torch.Tensor] = []
     nodes = model.graph.nodes if isinstance(model, fx.GraphModule) else ()
     for node in nodes:
@@ -222,4 +226,4 @@ def placeholders(model: nn.Module, title: str) -> tuple[torch.Tensor, ...]:
         if examples:
             device = next((p.device for p in model.parameters()), torch.device("cpu"))
             return tuple(torch.empty_like(t, device=device) for t in examples)
-    raise LayerwiseError(f"model {title!r}: give example inputs, as in from_torch(model, (torch.randn(8, 3, 64, 64),))")
+    raise LayerwiseError(f"model {title!r}: pass example inputs, as in from_torch(model, (torch.randn(8, 3, 64, 64),))")

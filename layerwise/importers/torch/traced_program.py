@@ -1,7 +1,7 @@
-"""TracedProgram: what the PyTorch importer reads of an exported program or an fx graph.
+"""TracedProgram: what the PyTorch importer reads from an exported program or an fx graph.
 
-A list of operator calls in order, arguments bound by schema name, every size a number, control regions that compute
-nothing by themselves (`torch.no_grad()`, autocast) inlined.
+It is a list of operator calls in order, with arguments bound by schema name, numbers for all sizes, and regions that do
+not compute anything themselves (`torch.no_grad()`, autocast) inlined.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from layerwise.errors import LayerwiseError
 from layerwise.graph.types import Region, Regions
 from layerwise.tensorfile import dtype_name
 
-TRACING = Lock()  # torch.export and its like keep modes, log and stderr for the process, not for a thread
+TRACING = Lock()  # torch.export changes modes, log and stderr of the process, not of a thread
 Stack = tuple[tuple[str, str, str], ...]  # (key, path, class) of the modules around a call, outermost first
 
-# Regions that run their graph as it stands, and how many arguments stand between the graph and its operands.
+# Regions that only run their graph, and the number of arguments between the graph and its operands.
 # https://github.com/pytorch/pytorch/tree/main/torch/_higher_order_ops
 REGIONS = {"wrap_with_set_grad_enabled": 0, "wrap_with_autocast": 0, "tag_activation_checkpoint": 0}
 NO_GRADIENT = "wrap_with_set_grad_enabled"
@@ -44,7 +44,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A tensor that the program starts from; `target` is the model's name of it."""
+    """A tensor that the program starts from; `target` is the model's name for it."""
 
     kind: str  # "input", "parameter", "buffer" (constants are buffers)
     value: Value
@@ -62,24 +62,24 @@ class Node:
     outputs: tuple[Value | None, ...]
     stack: Stack = ()
     overload: torch._ops.OpOverload | None = None
-    autocast: Regions = ()  # around it
+    autocast: Regions = ()  # the regions around it
 
     @property
     def operands(self) -> tuple[Ref, ...]:
-        """The tensors among its arguments, also those in lists."""
+        """The tensors among its arguments, including those in lists."""
         return tuple(refs(tuple(self.arguments.values())))
 
 
 @dataclass(frozen=True, slots=True)
 class TracedProgram:
-    """Sources, calls in order, and what the model returns."""
+    """Sources, calls in order, and the model's outputs."""
 
     name: str
     sources: tuple[Source, ...]
     nodes: tuple[Node, ...]
     outputs: tuple[Ref, ...]
-    device: str = "cpu"  # the type of the one that it was traced on
-    effects: tuple[str, ...] = ()  # untraced ones, as `LayerGraph.unseen` has them
+    device: str = "cpu"  # the device type that it was traced on
+    effects: tuple[str, ...] = ()  # untraced effects, as in `LayerGraph.unseen`
 
     @property
     def values(self) -> dict[str, Value]:
@@ -94,12 +94,12 @@ class TracedProgram:
 
     @property
     def used(self) -> list[str]:
-        """The tensors that calls and outputs take, once a use."""
+        """The tensors that calls and outputs use, once for each use."""
         return [ref.name for node in self.nodes for ref in node.operands] + [ref.name for ref in self.outputs]
 
 
 def samples_in(shapes: Iterable[Sequence[int]]) -> int:
-    """The samples of inputs of these shapes: a timestep beside them has one."""
+    """The number of samples in inputs of these shapes; a timestep beside them has a single one."""
     first = [shape[0] for shape in shapes if shape]
     return next((extent for extent in first if extent > 1), max(first, default=0))
 
@@ -119,7 +119,7 @@ def maker(value: object, makers: Mapping[str, Node]) -> Node | None:
 
 
 def behind(values: Iterable[object], makers: Mapping[str, Node], ends: Collection[str]) -> dict[str, Node]:
-    """The calls that values are made of, by name, as far as these tensors."""
+    """The calls that values depend on, by name, back to the tensors `ends`."""
     found: dict[str, Node] = {}
     left = list(values)
     while left:
@@ -132,7 +132,7 @@ def behind(values: Iterable[object], makers: Mapping[str, Node], ends: Collectio
 
 
 def called(node: Node, tensor: Callable[[Ref], torch.Tensor], device: str) -> object:
-    """What a call returns of these tensors, on a device."""
+    """A call's result on these tensors, on a device."""
     assert node.overload is not None
 
     def real(value: object) -> object:
@@ -150,7 +150,9 @@ def called(node: Node, tensor: Callable[[Ref], torch.Tensor], device: str) -> ob
 def leave_region(
     kind: str, nodes: list[Node], first: int, arguments: Sequence[object], returned: Iterable[object]
 ) -> tuple[object, ...]:
-    """Returns the results of a region, whose calls begin at `first`: autocast marks these, no_grad detaches those."""
+    """Returns the results of a region whose calls begin at `first`: autocast marks the calls, no_grad detaches the
+    results.
+    """
     if kind == AUTOCAST:
         device, dtype, enabled = arguments[:3]
         region = Region(str(device), dtype_name(dtype) if enabled and isinstance(dtype, torch.dtype) else None)
@@ -161,7 +163,7 @@ def leave_region(
 
 
 def _detached(nodes: list[Node], value: object) -> object:
-    """Appends the call that says that no gradient goes back, but to what was written into and is what it was."""
+    """Appends a detach call, except for a value that was written into and is itself."""
     writes = (node.overload is not None and node.overload._schema.is_mutable for node in nodes)
     made = {v.name: v for node, written in zip(nodes, writes, strict=True) if not written for v in node.outputs if v}
     if not isinstance(value, Ref) or value.name not in made:
@@ -173,7 +175,7 @@ def _detached(nodes: list[Node], value: object) -> object:
 
 
 def bind(overload: torch._ops.OpOverload, args: object, kwargs: object) -> dict[str, object]:
-    """Arguments by the names of the schema, defaults filled in."""
+    """Arguments by the names of the schema, with defaults."""
     assert isinstance(args, tuple)
     assert isinstance(kwargs, dict)
     bound: dict[str, object] = {}
@@ -194,7 +196,7 @@ def module_path(stack: Stack) -> str:
 
 
 def where(node: Node) -> str:
-    """The module that makes a call, as messages have it."""
+    """The module that makes a call, for messages."""
     return _module(module_path(node.stack))
 
 
@@ -205,13 +207,14 @@ def _module(path: str) -> str:
 def control_flow(name: str, path: str) -> LayerwiseError:
     """The error for a region that depends on data."""
     return LayerwiseError(
-        f"{_module(path)} has control flow ({name}) that depends on data; layerwise plans fixed graphs only"
+        f"{_module(path)} has control flow ({name}) that depends on data, but layerwise plans fixed graphs only: use "
+        "torch.where, or move it out of the model"
     )
 
 
 def left_open(name: str, dim: int, size: object) -> LayerwiseError:
-    """A size that nobody has fixed."""
+    """The error for a size that is not fixed."""
     return LayerwiseError(
-        f"input {name!r}: dimension {dim} is left open ({size}); only the batch, dimension 0, may be: "
-        "export the model with a fixed size for it"
+        f"input {name!r}: dimension {dim} is left open ({size}), but only the batch, dimension 0, may be: export the "
+        "model with a fixed size for it"
     )

@@ -1,7 +1,6 @@
-"""UnfusedLayers: the layers of a graph as they were imported, run on one device where nothing is drawn.
+"""UnfusedLayers: runs a graph's layers as imported, on one device, with fixed numbers for random draws.
 
-Fixed numbers stand for random ones, so that nothing is dropped; and drawn ones, the same on every rank, for values that
-are not there: of a module without memory.
+Fixed draws mean that nothing is dropped. A module without memory gets random values, equal on every rank.
 """
 
 from __future__ import annotations
@@ -30,24 +29,26 @@ from layerwise.ops.tensor.pointwise import Dropout
 
 
 class UnlikeError(LayerwiseError):
-    """The layers compute something else than the module."""
+    """Raised if the layers compute something else than the module."""
 
     def __init__(self, layer: str, what: str) -> None:
         self.layer = layer
         super().__init__(
-            f"layer {layer!r} gives other numbers than the model as it is written, where both are run on the example "
-            f"({what}): what it does in Python or in autograd is not in its trace, or an operator is imported wrongly"
+            f"layer {layer!r} gives other numbers than the model as written when both run on the example ({what}): the "
+            "trace lacks something that the model does in Python or in autograd, or an operator is imported wrongly"
         )
 
 
 class UnfusedLayers:
-    """The layers of a graph that is not fused, run on one device where `undrawing` draws."""
+    """The layers of an unfused graph, run on one device with fixed numbers for random draws (`undrawing`)."""
 
     def __init__(self, graph: LayerGraph, state: Mapping[str, Tensor | None], *, training: bool) -> None:
         self.graph, self.state, self.training = graph, state, training
 
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What each layer makes. UnlikeError where one cannot be run, UnprovenError where a constant has no value."""
+        """Each layer's output. Raises UnlikeError if a layer cannot run, and UnprovenError if a
+        constant has no value.
+        """
         made: dict[str, Tensor] = {}
         device = next(iter(inputs.values())).device
         for layer in self.graph.layers[:-1]:
@@ -61,7 +62,7 @@ class UnfusedLayers:
                 except LayerwiseError:
                     raise
                 except torch.OutOfMemoryError as error:
-                    raise UnprovenError("it would take more memory than there is") from error
+                    raise UnprovenError("running it would take more memory than there is") from error
                 except Exception as error:
                     raise UnlikeError(layer.name, f"it raises {type(error).__name__}: {str(error)[:120]}") from error
         return made
@@ -89,12 +90,12 @@ class UnfusedLayers:
         if prod(value.shape) == prod(shape):
             return value.to(device).reshape(shape)
         if value.dim() != len(shape) or not bool((value == value[:1]).all()):
-            raise UnlikeError(name, "it is another constant at another batch")
+            raise UnlikeError(name, "the constant depends on the batch")
         return value[:1].to(device).expand(shape)
 
 
 def undrawn(op: Op, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
-    """What a layer makes where nothing is drawn."""
+    """A layer's output with fixed numbers for random draws."""
     p = op.p if isinstance(op, Dropout) else op.dropout if isinstance(op, Attention) else 0.0
     if isinstance(op, Attention) and local.training and 0 < p < 1:
         return replace(op, dropout=0.0).run(local, inputs, parameters) / (1 - p)
@@ -112,11 +113,11 @@ def undrawn(op: Op, local: Local, inputs: Sequence[Tensor], parameters: Mapping[
     return torch.full(op.spec.shape, number, dtype=getattr(torch, op.spec.dtype), device=local.device)
 
 
-DRAWN = 0.75  # of [0, 1): so that stochastic depth, floor(keep + it), keeps all
+DRAWN = 0.75  # of [0, 1): stochastic depth, floor(keep + it), then keeps everything
 
 
 class UnprovenError(LayerwiseError):
-    """The layers cannot be run beside the module, or not in the time and memory that importing may take."""
+    """Raised if the layers cannot run beside the module, or not within the time and memory limits."""
 
 
 def undrawing() -> AbstractContextManager[object]:
@@ -124,7 +125,7 @@ def undrawing() -> AbstractContextManager[object]:
 
 
 class _Undrawn(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within it fixed numbers are drawn: of a chance always 1, so that nothing is dropped."""
+    """A mode in which random draws return fixed numbers; bernoulli returns 1, so that nothing is dropped."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -165,12 +166,12 @@ def _number(name: str, given: Mapping[str, Any]) -> float:
 
 
 def is_hollow(x: Tensor) -> bool:
-    """Whether a tensor has the memory of one number at most, which stands for all."""
+    """True if a tensor has the memory of at most one number, which stands for all."""
     return x.layout == torch.strided and x.numel() > 1 and x.untyped_storage().nbytes() <= x.element_size()
 
 
 def values_like(x: Tensor, draws: torch.Generator | None = None) -> Tensor:
-    """Numbers of the shape and type of a tensor: of a weight small, of a vector around 1, of integers 0 and 1."""
+    """Values of a tensor's shape and type: small for a weight, around 1 for a vector, 0 and 1 for integers."""
     if not x.is_floating_point() and not x.is_complex():
         return (torch.arange(x.numel(), device=x.device) % 2).to(x.dtype).view(x.shape)
     drawn = torch.rand(x.shape, generator=draws or torch.Generator().manual_seed(0))
@@ -180,7 +181,7 @@ def values_like(x: Tensor, draws: torch.Generator | None = None) -> Tensor:
 
 @contextmanager
 def filled(model: nn.Module) -> Iterator[None]:
-    """Within it parameters without memory have values."""
+    """A context in which parameters without memory have values."""
     draws = torch.Generator().manual_seed(0)
     hollow = [(p, p.data) for p in model.parameters() if is_hollow(p)]
     try:
@@ -193,12 +194,12 @@ def filled(model: nn.Module) -> Iterator[None]:
 
 
 def fixed_weights(x: Tensor) -> Tensor:
-    """A number for each element, that none is lost in a sum with these."""
+    """A different weight for each element, so that none cancels in a weighted sum."""
     return torch.arange(x.numel(), device=x.device).cos().add(1.5).to(x.real.dtype).view(x.shape)
 
 
 def distance(ours: Tensor, theirs: Tensor, least: float = 0.0) -> float:
-    """The largest difference, relative to the largest number, or to `least`."""
+    """The largest difference, relative to the largest number or to `least`."""
     if ours.shape != theirs.shape:
         return float("inf")
     if not theirs.numel():

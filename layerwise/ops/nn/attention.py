@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 class Attention(Op):
     """softmax(q @ k.T * scale + mask) @ v over the last two dimensions of (n, heads, s, e), heads optional.
 
-    Inputs q, k, v[, mask]. k and v may have fewer heads (grouped queries): every head then serves a group of query
-    heads, and heads are cut between groups. Queries are cut anywhere, k and v are needed whole; a causal mask goes by
-    the position in the whole sequence. `dropout` is the probability of a zero among the softmax's results. FLOPs: 2 a
-    multiply-add of both products; what a causal mask saves is not counted, as the last part of the queries saves
-    little and the others wait for it.
+    Inputs: q, k, v[, mask]. k and v may have fewer heads (grouped queries): each then serves a group of query heads,
+    and heads are split between groups. Queries are split anywhere; k and v are needed in full; a causal mask uses
+    positions in the full sequence. `dropout` is the probability of a zero among the softmax's results. FLOPs: 2 a
+    multiply-add in both products; what a causal mask saves is not counted, as the last queries save little and the
+    other devices wait for them.
     """
 
     kind: ClassVar[str] = "attention"
@@ -57,7 +57,7 @@ class Attention(Op):
         lead = range(rank - 2)
         stack = merge_labels(q.shape[:-2], [only(x, lead) for x in inputs[:3]], q.dtype)
         units = list(stack.units)
-        if 1 < k.shape[-3] < q.shape[-3]:  # cells of whole groups, of which k's and v's heads are whole units
+        if 1 < k.shape[-3] < q.shape[-3]:  # cells of full groups, which are full units of k's and v's heads
             units[-1] = lcm(q.units[-3], q.shape[-3] // k.shape[-3] * lcm(k.units[-3], v.units[-3]))
         dims = [*stack.dims, q.dims[-2]]
         if q.dims[-2] in stack.dims:
@@ -89,7 +89,7 @@ class Attention(Op):
         return (Gemm(rows, keys, depth, heads), Gemm(rows, width, keys, heads))
 
     def saved(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Saved:
-        """A flash kernel keeps its output; written out for dropout, weights before and after, and a byte a draw."""
+        """A flash kernel saves its output; with dropout, the weights before and after it, and a byte for each draw."""
         q, k = inputs[:2]
         scores = (hi - lo)[..., : len(q.shape) - 1].astype(np.float64).prod(-1) * k.shape[-2]
         if self.dropout == 0:
@@ -97,15 +97,15 @@ class Attention(Op):
         return Saved(extra=scores * (2 * q.item_bytes + 1), forward=16 * scores, between=3 * scores * q.item_bytes)
 
     def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
-        """Native, unless the softmax's results are dropped by position."""
+        """Runs PyTorch's kernel, unless dropout by position is needed."""
         import torch.nn.functional as F
 
         q, k, v = inputs[:3]
         mask = inputs[3] if self.mask else None
-        if mask is not None and mask.dim() == 1:  # PyTorch's own wants two
+        if mask is not None and mask.dim() == 1:  # PyTorch's kernel needs two
             mask = mask.unsqueeze(0)
         first, last = local.cell.lo[-2], local.cell.hi[-2]
-        if self.causal and last < k.shape[-2]:  # nobody here sees the keys after its last query
+        if self.causal and last < k.shape[-2]:  # no query here sees the keys after the last query
             k, v = k[..., :last, :], v[..., :last, :]
             mask = mask if mask is None or mask.shape[-1] == 1 else mask[..., :last]
         if self.causal and (first > 0 or mask is not None):
@@ -118,7 +118,7 @@ class Attention(Op):
         return F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=self.scale, enable_gqa=grouped)
 
     def _dropped(self, local: Local, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Attention written out, with dropout: weights are zeroed by (..., query, key) in the full tensor of scores."""
+        """Attention with dropout by position: weights are zeroed by (..., query, key) in the full tensor of scores."""
         import torch
 
         if q.dim() > 3 and k.shape[-3] != q.shape[-3]:
@@ -142,12 +142,12 @@ def _head(extent: int, queries: int, dim: int) -> AxisMap:
 
 
 def _stacked(q: Tensor, k: Tensor) -> list[int]:
-    """The extents of all but the last two dimensions to which k expands: q's where it has one for all."""
+    """The extents of all but the last two dimensions to which k expands: q's where k has one for all."""
     return [a if b == 1 else b for a, b in zip(q.shape[:-2], k.shape[:-2], strict=True)]
 
 
 def _causal(mask: Tensor | None, q: Tensor, k: Tensor, first: int) -> Tensor:
-    """The mask of queries that begin at `first` and see no later keys, beside another one that there may be."""
+    """A causal mask for queries that begin at `first`, combined with another mask if there is one."""
     import torch
 
     seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril(first)
@@ -157,7 +157,7 @@ def _causal(mask: Tensor | None, q: Tensor, k: Tensor, first: int) -> Tensor:
 
 
 def _softmax(scores: Tensor) -> Tensor:
-    """Over the last dimension; a query that sees no key gets zeros, as PyTorch's attention has it."""
+    """Softmax over the last dimension; a query that sees no key gets zeros, as in PyTorch's attention."""
     blind = (scores == -float("inf")).all(-1, keepdim=True)
     return scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
 

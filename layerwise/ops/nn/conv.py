@@ -42,7 +42,7 @@ class _Convolution(Windowed):
         return _plus_bias(total, parameters.get("bias"))
 
     def check(self, x: TensorSpec) -> None:
-        """LayerwiseError where it does not take such an input."""
+        """Raises LayerwiseError if it cannot take such an input."""
         rank = len(self.kernel)
         if len(x.shape) != rank + 2:
             raise LayerwiseError(f"a {rank}-D convolution needs an input (n, c, {rank} spatial), not {x.describe()}")
@@ -52,10 +52,10 @@ class _Convolution(Windowed):
             )
 
     def made(self, x: TensorSpec, spatial: tuple[int, ...], unit: int = 1) -> TensorSpec:
-        """The output of these extents.
+        """The output spec with these spatial extents.
 
-        Output channels are new: they can be split whatever the input's were (unless their label went elsewhere). So
-        can positions that a view of the input binds: they are named as those of images and volumes are.
+        Output channels are new: they can be split whether or not the input's could (unless their label is used
+        elsewhere). So can positions that a view of the input binds: they get the labels of images and volumes.
         """
         out = resized(x, dict(enumerate(spatial, 2)))
         labels = [
@@ -67,14 +67,14 @@ class _Convolution(Windowed):
         return TensorSpec((x.shape[0], self.out_channels, *spatial), dims, x.dtype, units)
 
     def channels(self, x: TensorSpec, out: TensorSpec) -> AxisMap:
-        """Input channels of a box: those of its groups, or of its part of the reduction."""
+        """The input channels of a box: those of its groups, or of its part of the reduction."""
         if self.groups == 1:
             return identity(x.shape[1], len(out.shape))
         per_group = self.out_channels // self.groups
         return scaled(self.out_channels, x.shape[1], 1, over=per_group, scale=x.shape[1] // self.groups)
 
     def weight_and_bias(self, shape: tuple[int, ...], maps: Maps) -> tuple[Parameter, ...]:
-        """Initially uniform within 1/sqrt(fan in), which torch.nn takes from weight[0]: _ConvNd."""
+        """Weight and bias, initially uniform within 1/sqrt(fan in); torch.nn's _ConvNd takes fan in from weight[0]."""
         bound = prod(shape[1:]) ** -0.5
         weight = Parameter("weight", shape, maps, initial="uniform", scale=bound)
         channels = (identity(self.out_channels, 1),)
@@ -82,7 +82,7 @@ class _Convolution(Windowed):
         return (weight, bias) if self.bias else (weight,)
 
     def matrix(self, x: TensorSpec, e: Counts) -> tuple[Counts, Counts, Counts]:
-        """Columns, depth and count of the implicit matrix product of boxes of extents `e`."""
+        """Columns, depth and count of the implicit matrix product for boxes of extents `e`."""
         patch = prod(self.kernel)
         if self.groups == 1:
             return e[..., 1], e[..., -1] * patch, np.ones_like(e[..., 1])
@@ -110,7 +110,7 @@ class Conv(_Convolution):
             (x.shape[i] + low + high - d * (k - 1) - 1) // s + 1 for i, k, s, d, (low, high) in self.windows(2)
         )
         if min(spatial) < 1:
-            raise LayerwiseError(f"a kernel of {self.kernel} does not fit into an input of {x.describe()}")
+            raise LayerwiseError(f"a kernel of {self.kernel} is larger than an input of {x.describe()}")
         return self.made(x, spatial)
 
     def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
@@ -128,13 +128,13 @@ class Conv(_Convolution):
         return self.weight_and_bias((self.out_channels, per_group, *self.kernel), maps)
 
     def gemms(self, inputs: Sequence[TensorSpec], extents: Extents) -> tuple[Gemm, ...]:
-        """Implicit matrix product: rows are output positions, columns output channels, depth input patch."""
+        """The implicit matrix product: rows are output positions, columns output channels, depth the input patch."""
         e = extents.astype(np.float64)
         columns, depth, count = self.matrix(inputs[0], e)
         return (Gemm(e[..., 0] * e[..., 2 : 2 + len(self.kernel)].prod(-1), columns, depth, count),)
 
     def saved(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Saved:
-        """Cells at a border that padding alike on both sides does not serve keep a padded copy of their input."""
+        """Memory: border cells that symmetric padding cannot serve save a padded copy of their input."""
         (x,), more, around = inputs, np.ones(lo.shape[:-1]), np.ones(lo.shape[:-1], np.bool_)
         maps = self.needs(inputs, self.output(x))[0]
         for i, k, s, d, (low, _) in self.windows(2):
@@ -177,12 +177,12 @@ class Conv(_Convolution):
         return torch.cat([conv(p, w, b, self.stride, native, self.dilation, n) for p, w, b, (n, _) in parts], 1)
 
     def _padding(self, local: Local) -> tuple[list[int], dict[int, tuple[int, int]]]:
-        """The padding that the library adds on both sides, by dimension; and (low, high) to be padded before."""
+        """The padding that PyTorch adds on both sides, by dimension, and (low, high) padding to add before."""
         native, explicit = [], {}
         for i, k, s, d, (low, _) in self.windows(2):
             lo, hi = given(local, i)
             before, after = margins(interval(local, i), (lo, hi), s, -low, (k - 1) * d - low)
-            # Padding by `before` on both sides makes no window more than there are: then nothing need be copied.
+            # If padding by `before` on both sides adds no window, nothing needs to be copied.
             alike = hi > lo and after <= before < after + s
             native.append(before if alike else 0)
             if not alike:
@@ -212,7 +212,7 @@ class ConvTranspose(_Convolution):
             (x.shape[i] - 1) * s - low - high + d * (k - 1) + extra + 1
             for (i, k, s, d, (low, high)), extra in zip(self.windows(2), self.output_padding, strict=True)
         )
-        # weight[:, j] serves channel j of every group: groups stay whole, or devices would share parts of weights.
+        # weight[:, j] serves channel j of every group, so groups stay whole, or devices would share parts of weights.
         unit = 1 if self.groups == 1 else self.out_channels // self.groups
         return self.made(x, spatial, unit)
 
@@ -230,12 +230,12 @@ class ConvTranspose(_Convolution):
         channels, per_group = inputs[0].shape[1], self.out_channels // self.groups
         if self.groups == 1:
             maps: Maps = (identity(channels, len(out.shape)), identity(per_group, 1))
-        else:  # weight[:, j] serves output channel g*per_group + j of every group g: inputs by group, outputs whole
+        else:  # weight[:, j] serves output channel g*per_group + j of every group g: inputs by group, outputs in full
             maps = (self.channels(inputs[0], out), whole(per_group))
         return self.weight_and_bias((channels, per_group, *self.kernel), (*maps, *map(whole, self.kernel)))
 
     def gemms(self, inputs: Sequence[TensorSpec], extents: Extents) -> tuple[Gemm, ...]:
-        """Every input position is multiplied into a patch of the output, then patches are added."""
+        """Every input position is multiplied into a patch of the output, then the patches are added."""
         e = extents.astype(np.float64)
         columns, depth, count = self.matrix(inputs[0], e)
         # Each output element sums kernel/stride taps of every input channel (on average).
@@ -244,17 +244,17 @@ class ConvTranspose(_Convolution):
         return (Gemm(rows, columns, depth / prod(self.kernel) * taps, count),)
 
     def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
-        """Tap t of input x reaches output x*stride - low + t*dilation; what the cell has not of that is cropped."""
+        """Tap t of input x reaches output x*stride - low + t*dilation; positions outside the cell are cropped."""
         from torch.nn import functional
 
         (x,), weight, bias = inputs, parameters["weight"], parameters.get("bias")
         crop, extra, rest = [], [], {}
         for i, k, s, d, (low, _) in self.windows(2):
             (lo, hi), start = interval(local, i), given(local, i)[0] * s - low
-            if x.shape[i] == 0:  # outputs that no input reaches: those of a zero
+            if x.shape[i] == 0:  # no input reaches these outputs: use a zero
                 x, start = padded(x, {i: (0, 1)}), lo
-            before, after = lo - start, start + (x.shape[i] - 1) * s + (k - 1) * d + 1 - hi  # too many
-            # The operator itself crops both ends alike, then adds less than a stride (or dilation) at the high one.
+            before, after = lo - start, start + (x.shape[i] - 1) * s + (k - 1) * d + 1 - hi  # positions too many
+            # PyTorch crops both ends equally, then adds less than a stride (or dilation) at the high end.
             both = before if 0 <= before - after < max(s, d) else min(before, after)
             crop.append(max(both, 0))
             extra.append(before - after if both == before > after else 0)
@@ -270,7 +270,7 @@ class ConvTranspose(_Convolution):
 
 @lru_cache(maxsize=4096)
 def _runs(lo: int, hi: int, per_group: int) -> tuple[tuple[int, int], ...]:
-    """Output channels lo .. hi as runs of (groups, channels of each): one grouped convolution does a run."""
+    """Output channels lo .. hi as runs of (groups, channels of each): one grouped convolution computes a run."""
     counts = [min(hi, g + per_group) - max(lo, g) for g in range(lo // per_group * per_group, hi, per_group)]
     return tuple((len(list(run)), channels) for channels, run in groupby(counts))
 

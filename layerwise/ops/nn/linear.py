@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Linear(Op):
-    """x @ weight.T + bias over the last dimension of (..., in); weight (out_features, in). FLOPs 2·rows·in·out.
+    """x @ weight.T + bias over the last dimension of (..., in); weight (out_features, in). FLOPs: 2·rows·in·out.
 
-    `transposed`: the model stores (in, out_features), as x @ weight does and ONNX.
+    `transposed`: the model stores (in, out_features), as x @ weight and ONNX do.
     """
 
     kind: ClassVar[str] = "linear"
@@ -82,10 +82,10 @@ class Linear(Op):
 
 @dataclass(frozen=True, slots=True)
 class MatMul(Op):
-    """The product of two activations, (..., m, k) @ (..., k, p), leading dimensions broadcast by numpy's rule.
+    """The product of two activations, (..., m, k) @ (..., k, p), with leading dimensions broadcast by numpy's rule.
 
     A one-dimensional operand is a row (left) or a column (right), and its dimension is not in the output. The columns
-    are labelled as those of the right operand, or as new channels. FLOPs 2·m·k·p a product.
+    have the right operand's label, or that of new channels. FLOPs: 2·m·k·p a product.
     """
 
     kind: ClassVar[str] = "matmul"
@@ -134,7 +134,7 @@ class MatMul(Op):
         return (Dim("k", a.shape[-1], lcm(a.units[-1], b.units[_depth(b)])),)
 
     def gemms(self, inputs: Sequence[TensorSpec], extents: Extents) -> tuple[Gemm, ...]:
-        """One product for each index of the leading dimensions; a right operand without those is one wide product."""
+        """One product for each index of the leading dimensions; if the right operand has none, one wide product."""
         a, b = inputs
         e = extents.astype(np.float64)
         ones = np.ones_like(e[..., -1])
@@ -152,7 +152,7 @@ class MatMul(Op):
 
 
 def _depth(b: TensorSpec) -> int:
-    """The dimension of the right operand that is contracted."""
+    """The right operand's contracted dimension."""
     return -2 if len(b.shape) > 1 else -1
 
 
@@ -160,7 +160,7 @@ def _depth(b: TensorSpec) -> int:
 class Embedding(Op):
     """Rows of weight (count, width) by integer ids: (n, s) -> (n, s, c).
 
-    The reduction k is the vocabulary: a device that holds part of the rows adds zeros for all other ids. No FLOPs: a
+    The reduction k is the vocabulary: a device with a part of the rows adds zeros for all other ids. No FLOPs, as a
     lookup is bound by memory. The row of the id `padding` gets no gradient. `wraps`: negative ids count from the end.
     """
 
@@ -215,7 +215,7 @@ class Embedding(Op):
 class Learned(Op):
     """A parameter of shape `parameter`, expanded to `shape`, whose dimension 0 is the samples; it has no inputs.
 
-    Every device that has samples has the parameter, as with a bias: only its gradient is added up. No FLOPs.
+    Every device with samples holds the parameter, like a bias: only its gradient is summed. No FLOPs.
     """
 
     kind: ClassVar[str] = "learned"

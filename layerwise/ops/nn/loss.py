@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# Primitive operations an element of the prediction: softmax 5 + product and sum; log-sigmoid 4; and so on.
+# Primitive operations per element of the prediction: softmax 5 + product and sum; log-sigmoid 4; and so on.
 WORK = {"cross_entropy": 7, "nll": 1, "mse": 3, "l1": 3, "smooth_l1": 5, "bce": 6, "bce_logits": 7, "kl": 5}
 # The names in torch.nn.functional.
 FUNCTIONS = {
     "cross_entropy": "cross_entropy", "nll": "nll_loss", "mse": "mse_loss", "l1": "l1_loss", "kl": "kl_div",
     "smooth_l1": "smooth_l1_loss", "bce": "binary_cross_entropy", "bce_logits": "binary_cross_entropy_with_logits",
 }  # fmt: skip
-TYPES: dict[str, type] = {"ignore_index": int, "log_target": bool}  # of the arguments that are not real numbers
+TYPES: dict[str, type] = {"ignore_index": int, "log_target": bool}  # types of the arguments that are not real numbers
 IGNORED = -100  # PyTorch's default of ignore_index
 
 
@@ -35,11 +35,11 @@ IGNORED = -100  # PyTorch's default of ignore_index
 class Loss(Op):
     """A loss of a prediction and a target: one number a sample; the mean over the batch is taken once, at the sink.
 
-    With a reduction the output is (n,), reduced over all other dimensions; with "none" it is what PyTorch's is.
-    `arguments` are the function's own, by name: ("label_smoothing", 0.1), ("beta", 1.0). `weighted` names the inputs
-    behind the target: "weight" (of the classes, (c,), where there are some, else of every element), "pos_weight".
-    `parts`: every dimension of positions in so many equal ones, a number for each, (n, *parts); a LossSum adds them up.
-    So it can be split along the positions.
+    With a reduction the output is (n,), reduced over all other dimensions; with "none" it is PyTorch's. `arguments` are
+    the function's own, by name: ("label_smoothing", 0.1), ("beta", 1.0). `weighted` names the inputs after the target:
+    "weight" (of the classes, (c,), if there are any, else of every element), "pos_weight". `parts`: the number of equal
+    parts of every dimension of positions; the output then has a number for each part, (n, *parts), and a LossSum adds
+    them up, so the loss can be split along positions.
     """
 
     kind: ClassVar[str] = "loss"
@@ -52,7 +52,7 @@ class Loss(Op):
 
     @property
     def classes(self) -> bool:
-        """True if dimension 1 of the prediction is the classes, which the loss needs all."""
+        """True if dimension 1 of the prediction is the classes, which the loss needs in full."""
         return self.fn in ("cross_entropy", "nll")
 
     @property
@@ -62,7 +62,7 @@ class Loss(Op):
         return "sum" if self.reduction == "sum" else "mean"
 
     def each(self, x: TensorSpec, target: TensorSpec) -> TensorSpec:
-        """One number a position: what it is without a reduction."""
+        """The spec without a reduction: one number a position."""
         self._check(x, target)
         if not self.classes:
             return merge_labels(x.shape, (x, target), x.dtype)
@@ -87,27 +87,27 @@ class Loss(Op):
         return (full, of_target, *(self._of_weight(w, x, full) for w in weights))
 
     def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
-        each = inputs[0].volume / self.output(*inputs).volume  # elements of the prediction for one of the output
+        each = inputs[0].volume / self.output(*inputs).volume  # elements of the prediction for each of the output
         return Op.flops(self, inputs, extents) * (each * WORK[self.fn])
 
     def saved(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Saved:
-        """A cross entropy keeps the logarithms of all probabilities, and has their gradients before its own."""
+        """Memory: cross entropy saves the logarithms of all probabilities, and makes their gradients before its own."""
         each = volumes(self.needs(inputs, self.output(*inputs))[0], lo, hi) * inputs[0].item_bytes
         kept = each if self.fn == "cross_entropy" else 0.0
         return Saved(output=False, extra=kept, forward=each, between=each + kept)
 
     def statistics(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> Statistics | None:
-        """Elements that are all-reduced: how many targets count, where some may be ignored, or how much."""
+        """What is all-reduced: the number, or weight, of the targets that count, if some may be ignored."""
         return Statistics(tuple(range(len(out.shape))), (), 1, exact=False) if self._counts(inputs[1]) else None
 
     def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
-        """A mean is that of the targets that count, over all samples: each has its part of it, times their number."""
+        """A mean is over the targets that count in all samples: each sample contributes its part times their number."""
         import torch
         import torch.nn.functional as F
 
         x, target, *given = inputs
         arguments = {name: TYPES.get(name, float)(value) for name, value in self.arguments}
-        detached = (w.detach() for w in given)  # torch has no gradient of them
+        detached = (w.detach() for w in given)  # torch has no gradient for them
         weights = dict(zip(self.weighted, detached, strict=True))
         each: Tensor = getattr(F, FUNCTIONS[self.fn])(x, target, reduction="none", **arguments, **weights)
         if self.reduction == "none":
@@ -129,11 +129,11 @@ class Loss(Op):
         return each.sum(inner) / prod(spec.shape[1:]) if self.parts else each.mean(inner)
 
     def _counts(self, target: TensorSpec) -> bool:
-        """True if it is a mean over what a target does not leave out, or by what it weighs."""
+        """True if it averages over targets that are not ignored, or by weights."""
         return self.classes and self.reduction == "mean" and not target.differentiable
 
     def _position(self, i: int, extent: int) -> AxisMap:
-        """The map of dimension i of what it is without a reduction."""
+        """The map of dimension i of the loss without a reduction."""
         if i == 0 or self.reduction == "none":
             return identity(extent, i)
         if self.parts:
@@ -156,7 +156,7 @@ class Loss(Op):
 
 @dataclass(frozen=True, slots=True)
 class LossSum(Op):
-    """The loss of each sample, (n,), of those of its parts, (n, ...)."""
+    """The loss of each sample, (n,), from those of its parts, (n, ...)."""
 
     kind: ClassVar[str] = "loss_sum"
     saves: ClassVar[Saved] = Saved(inputs=False, output=False)
@@ -199,11 +199,10 @@ AllReduce = Callable[["Tensor"], "Tensor"]
 
 
 def counted_mean(summed: Tensor, counted: Tensor, samples: int, all_reduce: AllReduce | None) -> Tensor:
-    """(n,): of each sample its `summed` losses times samples / total; the mean of all these is the mean of what counts.
+    """(n,): each sample's `summed` losses times samples / total; the mean of these is the mean over what counts.
 
-    summed: float32 at least, as 16 bits cannot count the positions of an image. counted: how many count here, a number;
-    all_reduce adds it up over the devices that have the other samples. The sum of nothing has no mean: not a number,
-    as in PyTorch.
+    summed: at least float32, as 16 bits cannot count an image's positions. counted: the count on this device;
+    all_reduce adds those of the devices with other samples. The mean of nothing is nan, as in PyTorch.
     """
     count = counted.to(summed.dtype).reshape(1)
     if all_reduce is None:
@@ -214,12 +213,12 @@ def counted_mean(summed: Tensor, counted: Tensor, samples: int, all_reduce: AllR
 
 @cache
 def _function() -> Any:
-    """The autograd function. Made here, as this module must be imported without torch."""
+    """The autograd function, created here because this module must be importable without torch."""
     import torch
     from torch.autograd.function import once_differentiable
 
     class CountedMean(torch.autograd.Function):
-        """The backward pass adds up the number again: plans count statistics once in each direction."""
+        """Its backward pass sums the count again, as plans count statistics once in each direction."""
 
         @staticmethod
         def forward(ctx: Any, summed: Tensor, count: Tensor, samples: int, all_reduce: AllReduce) -> Tensor:

@@ -1,10 +1,10 @@
-"""Normalisations. https://pytorch.org/docs/stable/nn.html#normalization-layers
+"""Normalizations. https://pytorch.org/docs/stable/nn.html#normalization-layers
 
-Batch, group and instance norm are element-wise once their statistics are known. These are an all-reduce among the
-operator's own cells (a count is known from the geometry, so two numbers a key: sum and sum of squares), which is why
-space and batch may be split. Layer and RMS norm keep their dimensions whole instead: these are short.
+Batch, group and instance norm are element-wise once their statistics are known. These are all-reduced among the
+operator's own cells (the geometry gives the count, so there are two numbers a key: sum and sum of squares), which is
+why space and batch may be split. Layer and RMS norm instead keep their dimensions, which are short, unsplit.
 
-FLOPs an element: mean 1, variance 3 (subtract, square, add), normalise 2, scale and shift 1 each.
+FLOPs an element: mean 1, variance 3 (subtract, square, add), normalize 2, scale and shift 1 each.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 
 class _Norm(Op):
-    """Reads its input again, and statistics of a few numbers."""
+    """A normalization, whose backward pass reads its input and a few numbers of statistics."""
 
     saves: ClassVar[Saved] = Saved(output=False)
 
 
 class _ChannelNorm(_Norm):
-    """Normalises channels (dimension 1): weight and bias, running mean and variance are of one channel each."""
+    """Normalizes channels (dimension 1), each with its own weight, bias, running mean and variance."""
 
     pointwise: ClassVar[bool] = True
     affine: bool = True
@@ -62,14 +62,14 @@ class _ChannelNorm(_Norm):
 
 
 class _TrailingNorm(_Norm):
-    """Normalises over the last `rank` dimensions, which are therefore not split."""
+    """Normalizes over the last `rank` dimensions, which are therefore not split."""
 
     rank: int
 
     def output(self, *inputs: TensorSpec) -> TensorSpec:
         (x,) = inputs
         if not 1 <= self.rank <= len(x.shape):
-            raise LayerwiseError(f"cannot normalise over the last {self.rank} dimensions of {x.describe()}")
+            raise LayerwiseError(f"cannot normalize over the last {self.rank} dimensions of {x.describe()}")
         return x
 
     def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
@@ -81,9 +81,9 @@ class _TrailingNorm(_Norm):
 
 @dataclass(frozen=True, slots=True)
 class BatchNorm(_ChannelNorm):
-    """Normalises every channel (dimension 1) over all else. `track`: keeps running statistics, of `momentum`.
+    """Normalizes every channel (dimension 1) over all else. `track`: updates running statistics, with `momentum`.
 
-    These are used in evaluation, and updated in training where they lie.
+    Evaluation uses these; training updates them in place.
     """
 
     kind: ClassVar[str] = "batch_norm"
@@ -105,7 +105,9 @@ class BatchNorm(_ChannelNorm):
         if self.track and not local.training:
             return F.batch_norm(x, mean, var, weight, bias, False, 0.0, self.eps)
         if self.track and self.momentum is None:
-            raise LayerwiseError("batch norm with momentum=None (cumulative averages) cannot be trained; give it one")
+            raise LayerwiseError(
+                "batch norm with momentum=None (cumulative averages) cannot be trained: set a momentum"
+            )
         momentum = self.momentum or 0.0
         if local.all_reduce is None:
             return F.batch_norm(x, mean, var, weight, bias, True, momentum, self.eps)
@@ -118,7 +120,7 @@ class BatchNorm(_ChannelNorm):
 
 @dataclass(frozen=True, slots=True)
 class GroupNorm(_ChannelNorm):
-    """Normalises every group of channels of every sample. Channels are cut between groups only."""
+    """Normalizes every group of channels of every sample. Channels are split only between groups."""
 
     kind: ClassVar[str] = "group_norm"
     groups: int
@@ -144,7 +146,8 @@ class GroupNorm(_ChannelNorm):
         block = shape[1] // self.groups
         weight, bias = parameters.get("weight"), parameters.get("bias")
         if local.all_reduce is None:
-            # torch.nn's refuses one number a group; of the whole it did so when traced, and a cell may have that.
+            # torch.nn's group_norm refuses one number a group. It has accepted the full tensor when traced, and a cell
+            # may be that small.
             return torch.group_norm(x, x.shape[1] // block, weight, bias, self.eps)
         channels = x.reshape(1, x.shape[0] * x.shape[1] // block, -1)  # one for every sample and group
         count = block * prod(shape[2:])
@@ -152,15 +155,15 @@ class GroupNorm(_ChannelNorm):
         if weight is None or bias is None:
             return y.view(x.shape)
         along, y = (-1, *(1,) * (len(shape) - 2)), y.view(x.shape)
-        into = None if torch.is_grad_enabled() else y  # which nobody else has
+        into = None if torch.is_grad_enabled() else y  # nobody else holds it
         return torch.addcmul(bias.view(along), y, weight.view(along), out=into).to(x.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceNorm(_ChannelNorm):
-    """Normalises every channel of every sample.
+    """Normalizes every channel of every sample.
 
-    With `track` the running statistics are means over all samples of the batch: then every device is told those of all.
+    With `track` the running statistics are means over all samples of the batch, which every device then needs.
     """
 
     kind: ClassVar[str] = "instance_norm"
@@ -196,7 +199,7 @@ class InstanceNorm(_ChannelNorm):
 
 @dataclass(frozen=True, slots=True)
 class LayerNorm(_TrailingNorm):
-    """Subtracts the mean, divides by the standard deviation: over the last `rank` dimensions."""
+    """Subtracts the mean and divides by the standard deviation, over the last `rank` dimensions."""
 
     kind: ClassVar[str] = "layer_norm"
     rank: int
@@ -220,7 +223,7 @@ class LayerNorm(_TrailingNorm):
 
 @dataclass(frozen=True, slots=True)
 class RMSNorm(_TrailingNorm):
-    """Divides by the root of the mean square over the last `rank` dimensions. `eps` None: that of the element type."""
+    """Divides by the root mean square over the last `rank` dimensions. `eps` None: the element type's."""
 
     kind: ClassVar[str] = "rms_norm"
     rank: int
@@ -245,8 +248,8 @@ class RMSNorm(_TrailingNorm):
 class LocalResponseNorm(Op):
     """x / (k + alpha/size * sum of x² over `size` channels)^beta: Krizhevsky et al. 2012, section 3.3.
 
-    The window begins `before` channels earlier: size//2 in PyTorch (the default), (size - 1)//2 in ONNX, which is
-    the same for odd sizes.
+    The window begins `before` channels earlier: size//2 in PyTorch (the default), (size - 1)//2 in ONNX, which is the
+    same for odd sizes.
     """
 
     kind: ClassVar[str] = "local_response_norm"
@@ -260,7 +263,7 @@ class LocalResponseNorm(Op):
         x = _channelled(self, inputs[0])
         if x.units[1] == 1:
             return x
-        # As convolutions over merged dimensions: windows do not end at multiples of the unit.
+        # As for convolutions over merged dimensions: windows do not end at multiples of the unit.
         dims, units = list(x.dims), list(x.units)
         dims[1], units[1] = None, 1
         return replace(x, dims=tuple(dims), units=tuple(units))
@@ -276,7 +279,7 @@ class LocalResponseNorm(Op):
         return Op.flops(self, inputs, extents) * (self.size + 5)
 
     def saved(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Saved:
-        """Padded squares, what they are divided by and its power, several kernels one after the other."""
+        """Memory: padded squares, the divisor and its power, in several kernels."""
         whole = 1.0 * volumes(self.needs(inputs, inputs[0])[0], lo, hi) * inputs[0].item_bytes
         return Saved(output=False, extra=3 * whole, forward=2 * whole, between=3 * whole)
 
@@ -291,7 +294,8 @@ class LocalResponseNorm(Op):
             squares = F.pad(x.square().reshape(*x.shape[:2], -1), (0, 0, before, self.size - 1 - before)).unsqueeze(1)
             means = F.avg_pool2d(squares, (self.size, 1), stride=1).view(x.shape)
             y = x / (means * self.alpha + self.k) ** self.beta
-        return y.narrow(1, local.cell.lo[1] - local.needs[0].lo[1], local.out.shape[1])  # not the neighbours' channels
+        # without the neighbours' channels
+        return y.narrow(1, local.cell.lo[1] - local.needs[0].lo[1], local.out.shape[1])
 
 
 _NAMES = ("weight", "bias", "running_mean", "running_var")

@@ -32,12 +32,13 @@ from layerwise.tensor import TensorSpec
 if TYPE_CHECKING:
     from torch import Tensor
 
-Divide = Literal["padded", "inside", "kernel"] | None  # by the positions in a window: with padding, without, or all
+# what a mean divides by: the window's positions with padding, those without, or the kernel's size
+Divide = Literal["padded", "inside", "kernel"] | None
 
 
 @dataclass(frozen=True, slots=True)
 class Pool(Windowed):
-    """Maximum, average or p-norm of a window. FLOPs: one an element of the window.
+    """Maximum, average or p-norm of a window. FLOPs: one for each element of the window.
 
     Padding counts as -inf for the maximum, as 0 otherwise; `divisor` replaces the average's number of elements.
     """
@@ -59,7 +60,7 @@ class Pool(Windowed):
         rows = self.windows(len(x.shape) - len(self.kernel))
         spatial = tuple(_windows(x.shape[i], k, s, pads, d, self.ceil_mode) for i, k, s, d, pads in rows)
         if min(spatial) < 1:
-            raise LayerwiseError(f"a window of {self.kernel} does not fit into an input of {x.describe()}")
+            raise LayerwiseError(f"a window of {self.kernel} is larger than an input of {x.describe()}")
         return resized(x, dict(enumerate(spatial, len(x.shape) - len(spatial))))
 
     def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
@@ -75,7 +76,7 @@ class Pool(Windowed):
         return Op.flops(self, inputs, extents) * prod(self.kernel)
 
     def saved(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Saved:
-        """Memory: positions of maxima, of 64 bits; padded inputs of cells at a border unlike torch's padding."""
+        """Memory: 64-bit positions of maxima; padded inputs of border cells that torch's padding cannot serve."""
         (x,) = inputs
         made = (hi - lo).astype(np.float64).prod(-1)
         read = volumes(self.needs(inputs, self.output(x))[0], lo, hi) * x.item_bytes
@@ -86,14 +87,14 @@ class Pool(Windowed):
         return Saved(inputs=padded_bytes == 0, output=self.mode == "lp", extra=extra, between=between)
 
     def _native_at(self, x: TensorSpec, lo: Extents, hi: Extents) -> Mask:
-        """The cells whose windows torch's own padding makes: full dimensions, and those that `_fit` says."""
+        """The cells whose windows torch's own padding produces: full dimensions, and those that `_fit` accepts."""
         out, native = self.output(x), np.full(lo.shape[:-1], not self._spread)
         maps, lead = self.needs((x,), out)[0], len(x.shape) - len(self.kernel)
         for i, k, s, d, (low, _) in self.windows(lead):
             first, last = maps[i](lo[..., i], hi[..., i])
             before, after = first - (lo[..., i] * s - low), (hi[..., i] - 1) * s + (k - 1) * d - low + 1 - last
             padless = (before == 0) & (after == 0)
-            # Padding by `before` on both sides makes no window more than there are, and a mean divides by it alike.
+            # If padding by `before` on both sides adds no window, and a mean divides by the same.
             fits = padless if self.mode == "average" else (after >= 0) & (after <= before) & (before < after + s)
             fits &= (last > first) & (before <= k // 2)
             native &= fits | ((lo[..., i] == 0) & (hi[..., i] == out.shape[i]))
@@ -108,18 +109,18 @@ class Pool(Windowed):
                 return self._windows(local, x, "padded" if self.count_include_pad else "inside")
             if len(self.kernel) > 1:
                 return self._windows(local, x, None)
-            return self._windows(local, x, "kernel") * (prod(self.kernel) / self.divisor)  # torch has none in 1-D
+            return self._windows(local, x, "kernel") * (prod(self.kernel) / self.divisor)  # torch has no divisor in 1-D
         total = self._windows(local, x * x if self.power == 2 else x.abs() ** self.power, "kernel") * prod(self.kernel)
         some = total > 0  # the root has no slope at 0: the norm of zeros passes no gradient
         return total.where(some, 1.0) ** (1 / self.power) * some
 
     def _windows(self, local: Local, x: Tensor, divide: Divide) -> Tensor:
-        """Maxima or means, by torch's own padding and rounding where these make the cell's windows."""
+        """Maxima or means, by torch's own padding and rounding if these give the cell's windows."""
         lead = x.dim() - len(self.kernel)
         if lead not in (1, 2):  # torch pools (c, *spatial) and (n, c, *spatial)
             x = x.reshape(1, -1, *x.shape[lead:])
         first, extents = x.dim() - len(self.kernel), local.specs[0].shape
-        small = self.mode == "max" or len(self.kernel) < 3  # avg_pool3d refuses an input smaller than its windows
+        small = self.mode == "max" or len(self.kernel) < 3  # avg_pool3d refuses an input smaller than its window
         fits = local.once(
             "fits",
             lambda: [
@@ -128,11 +129,9 @@ class Pool(Windowed):
             ],
         )
         for ceil in (False, True):
-            if not self._spread and all(
-                f.alike[int(ceil)] for f in fits
-            ):  # PyTorch 2.11 compiles no index that is a bool
+            if not self._spread and all(f.alike[int(ceil)] for f in fits):  # PyTorch 2.11 cannot compile a bool index
                 return self._native(x, [f.before for f in fits], ceil, divide != "inside").reshape(local.out.shape)
-        native = [f.before if f.floor and not self._spread else None for f in fits]  # padding that torch makes itself
+        native = [f.before if f.floor and not self._spread else None for f in fits]  # padding that torch adds itself
         pads = {i + first: (0, 0) if p is not None else (fits[i].before, fits[i].after) for i, p in enumerate(native)}
         x = padded(x, pads, -inf if self.mode == "max" else 0.0)
         out = self._spread_means(x) if self._spread else self._native(x, [p or 0 for p in native], False, True)
@@ -143,11 +142,11 @@ class Pool(Windowed):
 
     @property
     def _spread(self) -> bool:
-        """True for means over positions that lie apart, which ONNX has and PyTorch has not."""
+        """True for dilated means, which ONNX has and PyTorch has not."""
         return self.mode != "max" and max(self.dilation) > 1
 
     def _spread_means(self, x: Tensor) -> Tensor:
-        """Those, over windows of the padded positions."""
+        """Dilated means, over windows of the padded positions."""
         rank = len(self.kernel)
         for i, k, s, d, _ in self.windows(x.dim() - rank):
             x = x.unfold(i, (k - 1) * d + 1, s)[..., ::d]
@@ -168,9 +167,9 @@ class Pool(Windowed):
 
 @dataclass(frozen=True, slots=True)
 class AdaptivePool(Op):
-    """Pooling to `size`: position i of m takes [i*extent//m, ceil((i+1)*extent/m)). Global pooling is a size of ones.
+    """Pooling to `size`: position i of m covers [i*extent//m, ceil((i+1)*extent/m)). Global pooling has a size of ones.
 
-    FLOPs: one an element of the window, whose mean extent is (extent + m - gcd(extent, m))/m.
+    FLOPs: one for each element of the window, whose mean extent is (extent + m - gcd(extent, m))/m.
     """
 
     kind: ClassVar[str] = "adaptive_pool"
@@ -200,7 +199,7 @@ class AdaptivePool(Op):
         return Saved(output=False, extra=8 * made if self.mode == "max" else 0.0)
 
     def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
-        """Pools by torch where the cell's windows are those of its part, else (windows are products) by dimension."""
+        """Pools by torch if the cell's windows are those of its own part, else dimension by dimension."""
         from torch.nn import functional as f
 
         (x,) = inputs
@@ -220,7 +219,7 @@ class AdaptivePool(Op):
             }
             out = pools[self.mode][len(self.size) - 1](x, local.out.shape[lead:])
             return out.reshape(local.out.shape)
-        for i in reversed(range(lead, x.dim())):  # so that of equal maxima the first one is taken, as torch does
+        for i in reversed(range(lead, x.dim())):  # so that the first of equal maxima is taken, as torch does
             x = windows[i - lead].pool(x, i, self.mode)
         return x
 
@@ -231,27 +230,27 @@ def _check(x: TensorSpec, rank: int) -> None:
 
 
 def _windows(extent: int, kernel: int, stride: int, padding: tuple[int, int], dilation: int, ceil: bool) -> int:
-    """Number of windows; torch/aten/src/ATen/native/Pool.h, pooling_output_shape_pad_lr."""
+    """The number of windows; torch/aten/src/ATen/native/Pool.h, pooling_output_shape_pad_lr."""
     low, high = padding
     room = extent + low + high - dilation * (kernel - 1) - 1
     count = (room + (stride - 1 if ceil else 0)) // stride + 1
-    # With ceil_mode the last window must start inside the input or the low padding, else it is left out.
+    # With ceil_mode the last window must start inside the input or the low padding, or it is dropped.
     return count - 1 if ceil and (count - 1) * stride >= extent + low else count
 
 
 @dataclass(frozen=True, slots=True)
 class _Adaptive:
-    """The windows of a cell's dimension, short ones filled up with their last position."""
+    """The windows of a cell's dimension; short ones repeat their last position."""
 
-    alike: bool  # whether they are those of adaptive pooling of the given positions
-    length: int  # positions of each
-    index: tuple[int, ...]  # those of all windows
-    weights: tuple[float, ...]  # of the mean
+    alike: bool  # whether adaptive pooling of the received positions gives these windows
+    length: int  # positions in each window
+    index: tuple[int, ...]  # the positions of all windows
+    weights: tuple[float, ...]  # weights of the mean
 
     def pool(self, x: Tensor, dim: int, mode: str) -> Tensor:
         import torch
 
-        if self.index == tuple(range(x.shape[dim])) and self.length == 1:  # every position for itself
+        if self.index == tuple(range(x.shape[dim])) and self.length == 1:  # every position is its own window
             return x
         parts = x.index_select(dim, constant(self.index, torch.int64, x.device))
         parts = parts.view(*x.shape[:dim], -1, self.length, *x.shape[dim + 1 :])
@@ -278,13 +277,13 @@ def _adaptive(cell: Interval, need: Interval, size: int, extent: int) -> _Adapti
 
 @dataclass(frozen=True, slots=True)
 class _Fit:
-    """The way in which the windows of a cell's dimension are made."""
+    """How the windows of a cell's dimension are computed."""
 
     before: int  # positions of padding that the cell lacks
     after: int
-    floor: bool  # whether torch makes the windows of `before` positions of padding on both sides
-    alike: tuple[bool, bool]  # whether it also divides them as it should, without and with ceil_mode
-    factor: tuple[float, ...] | None  # what a mean over the whole kernel is multiplied by, None for ones
+    floor: bool  # whether torch gives these windows with `before` positions of padding on both sides
+    alike: tuple[bool, bool]  # whether it then also divides correctly, without and with ceil_mode
+    factor: tuple[float, ...] | None  # factor for a mean over the full kernel; None: ones
 
 
 @lru_cache(maxsize=4096)
@@ -305,19 +304,19 @@ def _fit(
     both = (before, before)
     made = [legal and _windows(held, kernel, stride, both, dilation, c) == count for c in (False, True)]
     wanted = _counts(np.arange(*cell) * stride - padding[0], kernel, dilation, extent, padding[1], divide)
-    how: Divide = "inside" if divide == "inside" else "padded"  # as torch is asked to
+    how: Divide = "inside" if divide == "inside" else "padded"  # what torch is asked for
     local = _counts(np.arange(count) * stride - before, kernel, dilation, held, before, how)
     same = divide is None or bool((wanted == local).all())
     factor = None
     if divide is not None and (wanted != kernel).any():
-        factor = tuple((kernel / np.where(wanted > 0, wanted, np.inf)).tolist())  # a window of padding alone: 0
+        factor = tuple((kernel / np.where(wanted > 0, wanted, np.inf)).tolist())  # a window of padding only: 0
     return _Fit(before, after, made[0], (made[0] and same, made[1] and same), factor)
 
 
 def _counts(
     starts: NDArray[np.int64], kernel: int, dilation: int, extent: int, high: int, divide: Divide
 ) -> NDArray[np.int64]:
-    """The divisors that torch takes for windows that begin at `starts`: aten/src/ATen/native/AvgPoolKernel.cpp."""
+    """The divisors that torch uses for windows that begin at `starts`: aten/src/ATen/native/AvgPoolKernel.cpp."""
     taps = starts[:, None] + dilation * np.arange(kernel)
     if divide == "padded":
         return np.asarray((taps < extent + high).sum(1), np.int64)
@@ -327,5 +326,5 @@ def _counts(
 
 
 def _leading(x: TensorSpec, lead: int) -> Maps:
-    """Sample and channel: each for itself."""
+    """Maps of samples and channels: each index needs its own."""
     return tuple(identity(extent, i) for i, extent in enumerate(x.shape[:lead]))

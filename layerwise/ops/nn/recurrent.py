@@ -1,7 +1,7 @@
 """Recurrent layers: LSTM, GRU and plain RNN, of several layers, in one or both directions.
 
-https://pytorch.org/docs/stable/generated/torch.nn.LSTM.html. Samples go along, steps of the sequence do not: each
-needs the one before.
+https://pytorch.org/docs/stable/generated/torch.nn.LSTM.html. Samples can be split; steps of the sequence cannot, as
+each needs the one before.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 
 @dataclass(frozen=True, slots=True)
 class Recurrent(Op):
-    """(n, s, c) -> (n, s, directions * width), or (s, n, c) where not `batch_first`; without dropout.
+    """(n, s, c) -> (n, s, directions * width), or (s, n, c) if not `batch_first`; without dropout.
 
-    Inputs: the sequence; where `given` its initial state (layers * directions, n, width), and an LSTM's cell state.
+    Inputs: the sequence; if `given`, its initial state (layers * directions, n, width), and an LSTM's cell state.
     result: 0 the sequence, 1 the last state, (layers * directions, n, width), 2 an LSTM's last cell state.
-    projected: the width of an LSTM's states after its projection, 0: it has none.
+    projected: the width of an LSTM's projected states, or 0.
     """
 
     kind: ClassVar[str] = "recurrent"
@@ -48,7 +48,7 @@ class Recurrent(Op):
 
     @property
     def width(self) -> int:
-        """Elements of a state, in one direction."""
+        """The number of elements of a state, in one direction."""
         return self.projected or self.hidden
 
     @property
@@ -59,20 +59,19 @@ class Recurrent(Op):
     def output(self, *inputs: TensorSpec) -> TensorSpec:
         x, *states = inputs
         if len(x.shape) != 3:
-            raise LayerwiseError(f"a recurrent layer takes (samples, steps, channels), not {x.describe()}")
+            raise LayerwiseError(f"a recurrent layer's input must be (samples, steps, channels), not {x.describe()}")
         n = 0 if self.batch_first else 1
-        if x.dims[1 - n] == "n" and x.shape[n] > 1:  # of one sequence, samples may be the steps
+        if x.dims[1 - n] == "n" and x.shape[n] > 1:  # in one sequence, samples may be the steps
             raise LayerwiseError(
-                f"its steps are dimension {1 - n}, along which the model's samples lie, so that one sample would be "
-                "a step of the next: samples are dimension 0 of what the model is called with; build it with "
-                "batch_first=True, or transpose within the model"
+                f"its steps lie along dimension {1 - n}, the model's samples, so one sample would be a step of the "
+                "next: build it with batch_first=True, or transpose within the model"
             )
         depth = self.layers * self.directions
         wide = [(depth, x.shape[n], self.width), (depth, x.shape[n], self.hidden)]
         for state, shape in zip(states, wide, strict=False):
             if state.shape != shape:
-                raise LayerwiseError(f"an initial state of shape {state.shape} does not fit, it should be {shape}")
-        steps = None if "s" in x.dims else "s"  # may be labelled as the channels that they were made of
+                raise LayerwiseError(f"an initial state has shape {state.shape}, but should have {shape}")
+        steps = None if "s" in x.dims else "s"  # they may have the label of the channels that they were made of
         labels = [steps if label == "c" else label for label in x.dims[:2]]
         if self.result:
             shape = wide[self.result - 1]
@@ -89,7 +88,7 @@ class Recurrent(Op):
 
     @property
     def _samples(self) -> int:
-        """The output's dimension of samples."""
+        """The output's sample dimension."""
         return 0 if self.batch_first and not self.result else 1
 
     def unsplit(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> frozenset[int]:
@@ -107,7 +106,7 @@ class Recurrent(Op):
         return rows
 
     def held(self, parameters: Mapping[str, Tensor], channels: int) -> list[Tensor]:
-        """The parameters as PyTorch's kernels take them."""
+        """The parameters in the form of PyTorch's kernels."""
         return [parameters[name] for name, _ in self.shapes(channels)]
 
     def parameters(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Parameter, ...]:
@@ -118,7 +117,7 @@ class Recurrent(Op):
         )
 
     def gemms(self, inputs: Sequence[TensorSpec], extents: Extents) -> tuple[Gemm, ...]:
-        """A product an input and one a step with the state before it."""
+        """A product for each input, and one a step with the previous state."""
         x = inputs[0]
         steps = x.shape[1 if self.batch_first else 0]
         n = extents[..., self._samples].astype(np.float64)
@@ -136,9 +135,9 @@ class Recurrent(Op):
         return total
 
     def saved(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Saved:
-        """An upper bound: gates of every step before and after their functions, states, what layers hand on.
+        """An upper bound: every step's gates before and after their functions, states, and what layers pass on.
 
-        Of an LSTM, oneDNN's workspace was seen to be up to 21 numbers a hidden unit, these counted in sixteens.
+        For an LSTM, oneDNN's workspace was seen to be up to 21 numbers a hidden unit, which includes these sixteen.
         """
         x = inputs[0]
         n = (hi - lo)[..., self._samples].astype(np.float64)
@@ -170,13 +169,13 @@ class Recurrent(Op):
         return result
 
 
-# The gates of ONNX in PyTorch's order: https://onnx.ai/onnx/operators/onnx__LSTM.html has i, o, f, c, a GRU z, r, h.
+# ONNX's gates in PyTorch's order: https://onnx.ai/onnx/operators/onnx__LSTM.html has i, o, f, c, a GRU z, r, h.
 IN_PYTORCH = {"lstm": (0, 2, 3, 1), "gru": (1, 0, 2), "rnn_tanh": (0,), "rnn_relu": (0,)}
 
 
 @dataclass(frozen=True, slots=True)
 class RecurrentInOne(Recurrent):
-    """One layer with its weights as ONNX keeps them: both directions in one tensor, gates in its order."""
+    """One layer with its weights as ONNX stores them: both directions in one tensor, gates in ONNX's order."""
 
     kind: ClassVar[str] = "recurrent_in_one"
 
@@ -188,11 +187,11 @@ class RecurrentInOne(Recurrent):
         return [*rows, ("bias_l0", (count, 2 * gates))] if self.bias else rows
 
     def gemms(self, inputs: Sequence[TensorSpec], extents: Extents) -> tuple[Gemm, ...]:
-        """The matrix products of a layer with its weights apart."""
+        """The matrix products of a layer with separate weights."""
         return self._apart.gemms(inputs, extents)
 
     def held(self, parameters: Mapping[str, Tensor], channels: int) -> list[Tensor]:
-        """The parameters as PyTorch's kernels take them."""
+        """The parameters in the form of PyTorch's kernels."""
         import torch
 
         made: list[Tensor] = []
@@ -204,7 +203,7 @@ class RecurrentInOne(Recurrent):
         return made
 
     def saved(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Saved:
-        """Memory saved, with the weights in PyTorch's order, which are a copy."""
+        """Saved memory, including a copy of the weights in PyTorch's order."""
         said = self._apart.saved(inputs, lo, hi)
         copies = sum(prod(shape) for _, shape in self.shapes(inputs[0].shape[2])) * inputs[0].item_bytes
         return replace(
@@ -220,10 +219,10 @@ class RecurrentInOne(Recurrent):
 
 @dataclass(frozen=True, slots=True)
 class ResetFirst(RecurrentInOne):
-    """A GRU that resets the state before its product with R, as Cho et al. (2014) have it.
+    """A GRU that resets the state before its product with R, as in Cho et al. (2014).
 
-    h~ = tanh(W_h x + (r * h) R_h + b), where cuDNN, and so PyTorch, has r * (h R_h + b). ONNX: linear_before_reset=0.
-    No kernel of PyTorch's does this: it goes step by step.
+    h~ = tanh(W_h x + (r * h) R_h + b), where cuDNN, and so PyTorch, computes r * (h R_h + b). ONNX:
+    linear_before_reset=0. No kernel of PyTorch's does this, so it runs step by step.
     """
 
     kind: ClassVar[str] = "gru_reset_first"
@@ -244,7 +243,7 @@ class ResetFirst(RecurrentInOne):
         return whole.transpose(0, 1) if self.batch_first else whole
 
     def _states(self, x: Tensor, state: Tensor, direction: int, parameters: Mapping[str, Tensor]) -> list[Tensor]:
-        """After each step of x (steps, n, channels). Gates: update, reset, hidden."""
+        """The states after each step of x (steps, n, channels). Gates: update, reset, hidden."""
         import torch
         import torch.nn.functional as F
 

@@ -1,4 +1,4 @@
-"""Padding and interpolation: the same values, more or fewer of them."""
+"""Padding and interpolation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Resampling = Literal["nearest", "nearest_exact", "linear", "cubic"]
 
 @dataclass(frozen=True, slots=True)
 class Pad(Op):
-    """More positions before and after (fewer, where negative); `pads` has one pair a dimension of the input.
+    """More positions before and after (fewer if negative); `pads` has one pair for each dimension of the input.
 
     https://pytorch.org/docs/stable/generated/torch.nn.functional.pad.html. FLOPs: none.
     """
@@ -43,13 +43,13 @@ class Pad(Op):
     def output(self, *inputs: TensorSpec) -> TensorSpec:
         (x,) = inputs
         if len(self.pads) != len(x.shape):
-            raise LayerwiseError(f"{len(self.pads)} pairs of pads for an input of {x.describe()}")
+            raise LayerwiseError(f"{len(self.pads)} pairs of pads do not fit an input of {x.describe()}")
         padded = {i: (low, high) for i, (low, high) in enumerate(self.pads) if low or high}
         for i, (low, high) in padded.items():
             self._check(x.shape[i], low, high)
         out = resized(x, {i: x.shape[i] + low + high for i, (low, high) in padded.items()})
         dims = (None if label == "n" and i in padded else label for i, label in enumerate(out.dims))
-        return replace(out, dims=tuple(dims))  # padded samples are no samples
+        return replace(out, dims=tuple(dims))  # padding is not samples
 
     def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
         return (tuple(self._map(i, extent, out.shape[i]) for i, extent in enumerate(inputs[0].shape)),)
@@ -71,7 +71,7 @@ class Pad(Op):
         return x
 
     def _torch_can(self, x: Tensor, extents: Sequence[int], lacking: Mapping[int, tuple[int, int]]) -> bool:
-        """True if torch.nn.functional.pad makes what is lacking of what is there, in one call."""
+        """True if one call of torch.nn.functional.pad adds what is missing."""
         leading = min((i for i, ends in lacking.items() if max(ends) > 0), default=x.dim())
         if not leading or x.dim() - min(leading, 2) > 3 or min(p for pair in self.pads for p in pair) < 0:
             return False
@@ -83,10 +83,10 @@ class Pad(Op):
         return True
 
     def _map(self, dim: int, extent: int, padded: int) -> AxisMap:
-        """Output x is input x - low, where there is such a one.
+        """Output x is input x - low, if that exists.
 
-        Else it is the border, or its mirror image, at most twice the padding away: a window that has all of these is
-        more than is read, but far less than the whole dimension.
+        Otherwise it is the border or a mirrored position, at most twice the padding away: a window with all of these is
+        more than is read, but far less than the full dimension.
         """
         low, high = self.pads[dim]
         if not low and not high:
@@ -99,18 +99,20 @@ class Pad(Op):
 
     def _check(self, extent: int, low: int, high: int) -> None:
         if extent + low + high < 1:
-            raise LayerwiseError(f"pads {low}, {high} leave nothing of an extent of {extent}")
+            raise LayerwiseError(f"pads {low}, {high} remove all of a dimension of size {extent}")
         room = {"reflect": extent - 1, "circular": extent}.get(self.mode)
         if room is not None and max(low, high) > room:
-            raise LayerwiseError(f"{self.mode} pads of an extent of {extent} are at most {room}, not {low}, {high}")
+            raise LayerwiseError(
+                f"{self.mode} pads {low}, {high} exceed {room}, the most for a dimension of size {extent}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class Interpolate(Op):
-    """The last dimensions resampled to `size`, position x at x·extent/size (nearest), (x + ½)·extent/size - ½ (others).
+    """The last dimensions resampled to `size`: position x at x·extent/size (nearest), (x + ½)·extent/size - ½ (others).
 
-    https://pytorch.org/docs/stable/generated/torch.nn.functional.interpolate.html. `scales`: the factors, where the
-    network gives them and they are not size/extent (then x/scale replaces x·extent/size). FLOPs: two a tap.
+    https://pytorch.org/docs/stable/generated/torch.nn.functional.interpolate.html. `scales`: the network's factors, if
+    they are not size/extent (then x/scale replaces x·extent/size). FLOPs: two a tap.
     """
 
     kind: ClassVar[str] = "interpolate"
@@ -136,13 +138,13 @@ class Interpolate(Op):
         return Op.flops(self, inputs, extents) * (2 * taps ** len(self.size) if taps else 0)
 
     def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
-        """Resamples by torch where it finds in these positions what it would in all, else by dimension."""
+        """Resamples by torch if it picks the same positions in this box as in the full tensor, else by dimension."""
         (x,) = inputs
         lead, dtype = x.dim() - len(self.size), x.dtype
         dims = list(zip(range(lead, x.dim()), local.specs[0].shape[lead:], self.size, strict=True))
         torch_can = lead == 2 and (len(self.size) == 2 or self.mode != "cubic")
         if torch_can and all(local.spans(i) or self._shifts(extent, size) for i, extent, size in dims):
-            # Positions that nobody needs count for the scale of a dimension that is not cut.
+            # In an unsplit dimension, unread positions count for the scale.
             unread = {i: (given(local, i)[0], extent - given(local, i)[1]) for i, extent, _ in dims if local.spans(i)}
             ratios = {i: size // extent for i, extent, size in dims if i not in unread}
             sizes = [ratios[i] * x.shape[i] if i in ratios else size for i, _, size in dims]
@@ -159,7 +161,7 @@ class Interpolate(Op):
         return x.to(dtype)
 
     def _native(self, x: Tensor, size: Sequence[int]) -> Tensor:
-        """torch.nn.functional.interpolate, but for one thing: `size` and `scales` may both be said."""
+        """torch.nn.functional.interpolate, but `size` and `scales` may both be given."""
         import torch
 
         names = {"nearest": "upsample_nearest", "nearest_exact": "_upsample_nearest_exact", "cubic": "upsample_bicubic"}
@@ -169,25 +171,25 @@ class Interpolate(Op):
         return out
 
     def _shifts(self, extent: int, size: int) -> bool:
-        """True if `size // extent` positions further on, the same is found one position further on."""
+        """True if shifting the output by `size // extent` shifts the input by one position."""
         if self.scales or self.align_corners or size % extent:
             return False
         ratio = size // extent
-        return self.mode in ("linear", "cubic") or ratio & (ratio - 1) == 0  # else float32 rounds otherwise there
+        return self.mode in ("linear", "cubic") or ratio & (ratio - 1) == 0  # else float32 rounds differently there
 
     def _map(self, dim: int, extent: int, axis: int) -> AxisMap:
         """The AxisMap in integers: the position of x is (x*stride + first)/over."""
         size = self.size[axis]
         if size == extent and not self.scales:
             return identity(extent, dim)
-        # Position x of the output lies at x*step/over.
+        # Position x of the output is at x*step/over.
         ratio = 1 / Fraction(self.scales[axis]).limit_denominator(1 << 16) if self.scales else Fraction(extent, size)
         step, over = ratio.numerator, ratio.denominator
         if self.mode in ("nearest", "nearest_exact"):
             half = self.mode == "nearest_exact"
             below, above = _rounding(size, step, over, half)
             if size == extent and not half:
-                above += 1  # some kernels copy then, whatever the scale: x is less than 1 above x/scale
+                above += 1  # some kernels then copy, whatever the scale: x is less than 1 above x/scale
             first = step if half else 0
             step, over = 2 * step, 2 * over
             return window(
@@ -197,15 +199,15 @@ class Interpolate(Op):
         step, over = 2 * step, 2 * over
         if self.align_corners:
             step, over, first = (extent - 1, size - 1, 0) if size > 1 else (0, 1, 0)
-        if self.mode == "linear":  # the positions on both sides, or the one that is hit
+        if self.mode == "linear":  # the positions on both sides, or the exact one
             return window(size, extent, dim, stride=step, first=first, last=first + over - 1, over=over)
         return window(size, extent, dim, stride=step, first=first - over, last=first + 2 * over, over=over)
 
 
 def _rounding(size: int, step: int, over: int, half: bool) -> tuple[int, int]:
-    """Bounds below and above floor((x + half/2)*step/over) within which PyTorch's float32 arithmetic comes out.
+    """Bounds below and above floor((x + half/2)*step/over) for PyTorch's float32 arithmetic.
 
-    It multiplies by float32(step/over): one less at x = 41 of 2 -> 82. aten/src/ATen/native/UpSample.h
+    It multiplies by float32(step/over): one less at x = 41 for 2 -> 82. aten/src/ATen/native/UpSample.h
     """
     x = np.arange(size)
     rounded = np.floor((x + 0.5 * half).astype(np.float32) * np.float32(step / over)).astype(np.int64)
@@ -215,7 +217,7 @@ def _rounding(size: int, step: int, over: int, half: bool) -> tuple[int, int]:
 
 @lru_cache(maxsize=4096)
 def _border(mode: Border, cell: Interval, need: Interval, low: int, extent: int) -> Taps:
-    """The positions, of those received, that each position of a cell repeats."""
+    """The received position that each position of a cell repeats."""
     x = np.arange(*cell) - low
     if mode == "replicate":
         x = np.clip(x, 0, extent - 1)
@@ -237,11 +239,11 @@ def _taps(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Taps:
-    """The positions that PyTorch itself takes along one dimension, of those received, and their weights.
+    """The received positions that PyTorch itself reads along one dimension, and their weights.
 
-    It resamples numbered positions (nearest), as many as there are, for kernels round differently and their choice
-    depends on sizes; else unit vectors. Their gradient is that of what is taken here: some of PyTorch's own backward
-    kernels round differently from the forward ones.
+    It resamples numbered positions (nearest) in the full size, as kernels round differently and are selected by size;
+    else unit vectors. Gradients are those of these taps: some of PyTorch's own backward kernels round differently from
+    the forward ones.
     """
     import torch
 
@@ -253,7 +255,7 @@ def _taps(
             taken = op._native(ramp.expand(1, 1, *extents).contiguous(), op.size)[0, 0]
             index = taken.movedim(axis, 0).reshape(op.size[axis], -1)[cell[0] : cell[1], 0].long() - need[0]
             return ((tuple(index.tolist()), None),)
-        # The other dimension has one position, or that doubled: some kernels copy where no size changes.
+        # The other dimension has one position, doubled if sizes are equal: some kernels copy if no size changes.
         equal = all(extent == size for i, (extent, size) in enumerate(zip(extents, op.size, strict=True)) if i != axis)
         scales = (op.scales[axis], 1.0) if op.scales else ()
         probe = Interpolate((op.size[axis], 1 if equal else 2), op.mode, op.align_corners, scales)

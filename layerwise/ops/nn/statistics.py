@@ -1,8 +1,8 @@
-"""Normalisation by statistics that several devices add up: one all-reduce forward, one backward, two numbers a channel.
+"""Normalization by statistics that several devices sum: one all-reduce forward, one backward, two numbers a channel.
 
-Forward: sums of x - shift and of its square, in float64, as a variance is what little is left of them. Backward, with x̂
-the normalised x and N the elements of a channel, dx = weight·rstd·(dy - Σdy/N - x̂·Σ(dy·x̂)/N): Ioffe and Szegedy 2015,
-section 3.
+Forward: sums of x - shift and of its square, in float64, as the variance is their small difference. Backward, with the
+normalized x̂ and N elements a channel: dx = weight·rstd·(dy - Σdy/N - x̂·Σ(dy·x̂)/N): Ioffe and Szegedy 2015, section
+3.
 """
 
 from __future__ import annotations
@@ -28,20 +28,19 @@ def normalised(
     shift: Tensor | None = None,
     known: Callable[[Tensor, Tensor], None] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, mean, variance): x of shape (n, c, ...) normalised over all but c, and the statistics, each of shape (c,).
+    """(y, mean, variance): x of shape (n, c, ...) normalized over all but c, and the statistics, each of shape (c,).
 
-    The statistics are those of all devices' x together, of `count` elements a channel; the variance is the biased one.
-    `shift` (c,), equal on all devices, should lie near the mean: it saves the variance from cancellation, as float64
-    does, in which the sums travel. Those of the backward pass travel in x's type, of 16 bits in float32. `known` is
-    called with the statistics, also where activation checkpointing ends a second computation when all is kept that a
-    backward pass needs.
+    The statistics cover all devices' x, with `count` elements a channel; the variance is biased. `shift` (c,), equal on
+    all devices, should be near the mean: it saves the variance from cancellation, as do the sums in float64. The sums
+    of the backward pass are sent in x's type, or float32 for 16 bits. `known` is called with the statistics, even if
+    activation checkpointing ends a recomputation as soon as all saved tensors are there.
     """
     result: tuple[Tensor, Tensor, Tensor] = _function().apply(x, weight, bias, count, eps, all_reduce, shift, known)
     return result
 
 
 def update(running: tuple[Tensor, Tensor], mean: Tensor, variance: Tensor, *, count: int, momentum: float) -> None:
-    """Move the running mean and variance (of the unbiased kind) towards those of the batch, in place."""
+    """Moves the running mean and (unbiased) variance towards the batch's, in place."""
     import torch
 
     unbiased = variance * (count / (count - 1))
@@ -51,14 +50,14 @@ def update(running: tuple[Tensor, Tensor], mean: Tensor, variance: Tensor, *, co
 
 
 class Samples:
-    """Sums of every channel of some `samples` of a batch, told to all devices: each has those of the whole batch then.
+    """Sums of every channel of some `samples` of a batch, sent to all devices, so that each has the full batch's.
 
-    An `AllReduce` of (2, samples · channels), for `normalised`. all_reduce: of the devices that share the channels.
+    An `AllReduce` of (2, samples · channels), for `normalised`. all_reduce: over the devices that share the channels.
     """
 
     def __init__(self, all_reduce: AllReduce, batch: int, samples: slice) -> None:
         self.all_reduce, self.batch, self.samples = all_reduce, batch, samples
-        self.whole: Tensor | None = None  # (2, batch, channels), of the first call
+        self.whole: Tensor | None = None  # (2, batch, channels), from the first call
 
     def __call__(self, sums: Tensor) -> Tensor:
         own = sums.view(2, self.samples.stop - self.samples.start, -1)
@@ -77,11 +76,11 @@ class Samples:
 
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance of every channel of x (n, c, ...), in float32 at least."""
+    """Mean and biased variance of every channel of x (n, c, ...), at least in float32."""
     import torch
 
     exact = torch.promote_types(x.dtype, torch.float32)
-    # Running statistics, which nobody reads, make the results those of their type.
+    # Running statistics, which nobody reads, select the type of the results.
     unused = [torch.zeros(x.shape[1], dtype=exact, device=x.device) for _ in range(2)]
     mean, variance = torch.batch_norm_update_stats(x, unused[0], unused[1], 0.0)
     return mean, variance
@@ -89,12 +88,12 @@ def moments(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @cache
 def _function() -> Any:
-    """The autograd function. Made here, as this module must be imported without torch."""
+    """The autograd function, created here because this module must be importable without torch."""
     import torch
     import torch.nn.functional as F
 
     class Summed(torch.autograd.Function):
-        """The sum over devices; back, the gradients' sum."""
+        """The sum over devices; backward sums the gradients."""
 
         @staticmethod
         def forward(ctx: Any, x: Tensor, all_reduce: AllReduce) -> Tensor:
@@ -106,7 +105,7 @@ def _function() -> Any:
             return Summed.apply(gradient, ctx.all_reduce), None  # type: ignore[no-untyped-call]
 
     def differentiable(x: Tensor, weight: Tensor | None, bias: Tensor | None, shift: Tensor, ctx: Any) -> Tensor:
-        """Statistics by operators that can be differentiated any number of times: for gradients of gradients."""
+        """The statistics by operators that can be differentiated any number of times: for gradients of gradients."""
         rest, shape = (0, *range(2, x.dim())), (1, -1, *(1,) * (x.dim() - 2))
         exact = x.to(shift.dtype) - shift.view(shape)
         sums = Summed.apply(torch.stack([exact.sum(rest), exact.square().sum(rest)]), ctx.all_reduce)  # type: ignore[no-untyped-call]
@@ -151,19 +150,19 @@ def _function() -> Any:
         @staticmethod
         def backward(ctx: Any, dy: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
             x, weight, mean, variance, *given = ctx.saved_tensors
-            if torch.is_grad_enabled():  # to be differentiated once more
+            if torch.is_grad_enabled():  # it is to be differentiated again
                 wanted = [t for t, needed in zip((x, *given), ctx.needs_input_grad, strict=False) if needed]
                 y = differentiable(x, given[0], given[1], mean, ctx)
                 made = iter(torch.autograd.grad(y, wanted, dy, create_graph=True))
                 return *(next(made) if needed else None for needed in ctx.needs_input_grad[:3]), *(None,) * 5
-            # Native reductions: they do not depend on `weight`, and leave out the gradient for fixed statistics. CUDA's
-            # want a weight, and tensors in the place of statistics that a forward pass in training would have saved.
+            # Native reductions do not depend on `weight`, and leave out the gradient of fixed statistics. CUDA's need a
+            # weight, and tensors in place of statistics that a training forward pass would have saved.
             scale, unsaved = torch.ones_like(mean) if weight is None else weight, mean.new_empty(0)
             _, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
                 dy, x, scale, mean, variance, unsaved, unsaved, False, ctx.eps, [False, True, True]
             )
             grads = (None, None) if weight is None else (dweight, dbias)
-            if not ctx.needs_input_grad[0]:  # on all devices alike: the plan counts on it
+            if not ctx.needs_input_grad[0]:  # the same on all devices, as the plan expects
                 return None, *grads, *(None,) * 5
             sums = ctx.all_reduce(torch.stack([dbias, dweight]))
             rstd = (variance + ctx.eps).rsqrt_()

@@ -1,4 +1,4 @@
-"""Parts of the kernels of windows: how much padding a cell lacks, and weighted sums over gathered positions."""
+"""Helpers of window kernels: a cell's missing padding, and weighted sums over gathered positions."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ class Windowed(Op):
     dilation: tuple[int, ...]
 
     def windows(self, lead: int) -> Iterator[tuple[int, int, int, int, tuple[int, int]]]:
-        """A row for each spatial dimension, from `lead` on: its index, kernel, stride, dilation and padding."""
+        """For each spatial dimension, from `lead` on: its index, kernel, stride, dilation and padding."""
         return zip(count(lead), self.kernel, self.stride, self.dilation, self.padding, strict=False)
 
 
 def interval(local: Local, dim: int) -> Interval:
-    """The cell in one dimension of the output."""
+    """The cell's interval in one dimension of the output."""
     return local.cell.lo[dim], local.cell.hi[dim]
 
 
 def given(local: Local, dim: int, slot: int = 0) -> Interval:
-    """The interval that the kernel receives of one dimension of an input."""
+    """The interval of an input's dimension that the kernel receives."""
     return local.needs[slot].lo[dim], local.needs[slot].hi[dim]
 
 
 def margins(cell: Interval, need: Interval, stride: int, first: int, last: int) -> tuple[int, int]:
-    """The number of positions from lo*stride + first to (hi - 1)*stride + last that `need` lacks, low and high.
+    """How many positions from lo*stride + first to (hi - 1)*stride + last are missing in `need`, low and high.
 
-    They are padding: what exists of them is given. Where nothing is given, all count as low.
+    These are padding, as all existing ones are received. If nothing is received, all count as low.
     """
     start, length = cell[0] * stride + first, (cell[1] - 1 - cell[0]) * stride + last - first + 1
     extent = need[1] - need[0]
@@ -56,7 +56,7 @@ def margins(cell: Interval, need: Interval, stride: int, first: int, last: int) 
 def padded(
     x: Tensor, pads: Mapping[int, tuple[int, int]], value: float | None = None, mode: str = "constant"
 ) -> Tensor:
-    """`x` with (low, high) more positions in these dimensions, a view with fewer where negative."""
+    """`x` with (low, high) more positions in these dimensions; a view if they are negative."""
     from torch.nn import functional
 
     for dim, (low, high) in pads.items():
@@ -65,17 +65,17 @@ def padded(
     more = {dim: (max(low, 0), max(high, 0)) for dim, (low, high) in pads.items() if low > 0 or high > 0}
     if not more:
         return x
-    first = min(more) if mode == "constant" else min(*more, 2)  # torch wants all spatial dimensions then
+    first = min(more) if mode == "constant" else min(*more, 2)  # torch then needs all spatial dimensions
     return functional.pad(x, [p for dim in reversed(range(first, x.dim())) for p in more.get(dim, (0, 0))], mode, value)
 
 
 def along(t: Tensor, dim: int, rank: int) -> Tensor:
-    """A vector as a tensor of `rank` dimensions, that it may be multiplied along one of them."""
+    """A vector as a tensor of `rank` dimensions, to multiply along `dim`."""
     return t.view(-1, *(1,) * (rank - dim - 1))
 
 
 def constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A vector."""
+    """A vector as a tensor."""
     import torch
 
     if torch.compiler.is_compiling():
@@ -85,14 +85,14 @@ def constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device
 
 @lru_cache(maxsize=1024)
 def _constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A small vector as a tensor, made once: it serves every step, and should not cross to a device each time."""
+    """A small vector as a tensor, made once for every step, so that it is not sent to a device each time."""
     import torch
 
-    with torch.inference_mode(False):  # or it could not be used in training afterwards
+    with torch.inference_mode(False):  # otherwise it could not be used in training later
         return torch.tensor(values, dtype=dtype, device=device)
 
 
-Taps = tuple[tuple[tuple[int, ...], tuple[float, ...] | None], ...]  # (index, weight or None: all one) of each tap
+Taps = tuple[tuple[tuple[int, ...], tuple[float, ...] | None], ...]  # for each tap, (index, weight or None: all one)
 
 
 def weighted(x: Tensor, dim: int, taps: Taps) -> Tensor:
@@ -102,7 +102,7 @@ def weighted(x: Tensor, dim: int, taps: Taps) -> Tensor:
     (first, weight), start = taps[0], taps[0][0][0]
     if len(taps) == 1 and weight is None and first == tuple(range(start, start + len(first))):
         return x.narrow(dim, start, len(first))
-    wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype  # as PyTorch's own kernels add
+    wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype  # as PyTorch's own kernels sum
     total: Tensor | None = None
     for index, weight in taps:
         term = x.index_select(dim, constant(index, torch.int64, x.device))

@@ -1,4 +1,4 @@
-"""Operators along one dimension: running sums, softmax, elements that are read or written by position.
+"""Operators along one dimension: cumulative sums, softmax, elements read or written by position.
 
 https://pytorch.org/docs/stable/generated/torch.cumsum.html, torch.gather.html, torch.Tensor.scatter_.html
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Along(Op):
-    """An operator that reads all of one dimension, `dim`, which is not split, and all else element by element."""
+    """An operator that needs one dimension, `dim`, in full, and is element-wise in all others."""
 
     dim: int
 
@@ -42,7 +42,7 @@ class Along(Op):
 
 @dataclass(frozen=True, slots=True)
 class Cumsum(Along):
-    """The sum of all elements up to each along `dim`; of integers, 64 bits wide."""
+    """The sum of all elements up to each, along `dim`; int64 for integers."""
 
     kind: ClassVar[str] = "cumsum"
     saves: ClassVar[Saved] = Saved(inputs=False, output=False)
@@ -58,9 +58,9 @@ class Cumsum(Along):
 
 @dataclass(frozen=True, slots=True)
 class Gather(Op):
-    """out[i, j, k] = x[i, index[i, j, k], k] for dim 1: x and index are of equal extents in all others.
+    """out[i, j, k] = x[i, index[i, j, k], k] for dim 1; x and index have equal extents in all other dimensions.
 
-    Which elements of `dim` are read depends on the index, so x is needed whole there; the output is cut anywhere.
+    The elements that are read depend on the index, so x is needed in full along `dim`; the output is split anywhere.
     `wraps`: negative positions count from the end.
     """
 
@@ -78,7 +78,7 @@ class Gather(Op):
         ):
             raise LayerwiseError(
                 f"gather along dimension {dim} of {x.describe()}: positions {index.describe()} must have the same "
-                "extents elsewhere"
+                "sizes in all other dimensions"
             )
         others = replace(x, dims=tuple(None if i == dim else d for i, d in enumerate(x.dims)))
         others = replace(others, units=tuple(1 if i == dim else u for i, u in enumerate(x.units)))
@@ -96,9 +96,9 @@ class Gather(Op):
 
 @dataclass(frozen=True, slots=True)
 class Take(Op):
-    """x at the positions `index` of dimension `dim`; the index's dimensions take the place of that one (numpy.take).
+    """x at the positions `index` of dimension `dim`; the index's dimensions replace that one (numpy.take).
 
-    x is needed whole along `dim`; the output is cut anywhere. Positions count from the end where they are negative.
+    x is needed in full along `dim`; the output is split anywhere. Negative positions count from the end.
     """
 
     kind: ClassVar[str] = "take"
@@ -134,9 +134,9 @@ class Take(Op):
 
 @dataclass(frozen=True, slots=True)
 class Positions(Op):
-    """Positions (..., k) in k dimensions of these extents, as those in the one that they make, row by row.
+    """Positions (..., k) in k dimensions of these extents, as positions in the merged dimension, row by row.
 
-    Negative ones count from the end. LayerwiseError where a dimension has no such position.
+    Negative ones count from the end. Raises LayerwiseError for a position out of range.
     """
 
     kind: ClassVar[str] = "positions"
@@ -147,7 +147,7 @@ class Positions(Op):
     def output(self, *inputs: TensorSpec) -> TensorSpec:
         (index,) = inputs
         if index.shape[-1] != len(self.extents) or index.differentiable or index.dtype == "bool":
-            raise LayerwiseError(f"{index.describe()} are no positions in {len(self.extents)} dimensions")
+            raise LayerwiseError(f"{index.describe()} is not a tensor of positions in {len(self.extents)} dimensions")
         return TensorSpec(index.shape[:-1], index.dims[:-1], index.dtype, index.units[:-1])
 
     def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
@@ -164,7 +164,7 @@ class Positions(Op):
 
 
 def _from_front(places: Tensor, extent: int) -> Tensor:
-    """Positions of which those below 0 count from the end."""
+    """Positions counted from the front; negative ones count from the end."""
     return places.where(places >= 0, places + extent)
 
 
@@ -188,9 +188,9 @@ class Softmax(Along):
 
 @dataclass(frozen=True, slots=True)
 class OneHot(Op):
-    """`on` at the position that the index says, of `count` along `dim`, where it has extent 1; 0 at the others.
+    """`on` at the position that the index says, among `count` along `dim`, where the index has size 1; 0 elsewhere.
 
-    It can be split along the classes, too: each device compares the index with those that it has.
+    It can be split along the classes too: each device compares the index with its own.
     """
 
     kind: ClassVar[str] = "one_hot"
@@ -204,7 +204,9 @@ class OneHot(Op):
         (index,) = inputs
         dim = dim_index(self.dim, index)
         if index.shape[dim] != 1 or index.differentiable or index.dtype == "bool":
-            raise LayerwiseError(f"one number for each of {self.count} classes: {index.describe()} are no positions")
+            raise LayerwiseError(
+                f"one_hot over {self.count} classes needs a tensor of positions, not {index.describe()}"
+            )
         shape = tuple(self.count if i == dim else extent for i, extent in enumerate(index.shape))
         return replace(index, shape=shape, dtype=self.dtype)
 
@@ -223,7 +225,7 @@ class OneHot(Op):
         return made if self.on == 1 else made * self.on
 
 
-# As PyTorch's scatter_reduce names them.
+# The names in PyTorch's scatter_reduce.
 REDUCED = {"mul": "prod", "max": "amax", "min": "amin"}
 
 
@@ -231,8 +233,8 @@ REDUCED = {"mul": "prod", "max": "amax", "min": "amin"}
 class Scatter(Along):
     """x with `value`, or with elements of a third input, written at positions of `dim`.
 
-    mode: "write", or what is made of what is there and what comes: their sum, product, largest, smallest.
-    The index has x's extents in all other dimensions. All of `dim` is written by one device.
+    mode: "write", or how the old and new values are combined: sum, product, maximum, minimum. The index has x's extents
+    in all other dimensions. One device writes all of `dim`.
     """
 
     kind: ClassVar[str] = "scatter"
@@ -247,8 +249,8 @@ class Scatter(Along):
         for other in (index, *source):
             if len(other.shape) != len(x.shape) or self._elsewhere(other, dim) != self._elsewhere(x, dim):
                 raise LayerwiseError(
-                    f"what is written along dimension {dim} of {x.describe()} must have its extents elsewhere, not "
-                    f"{other.describe()}"
+                    f"what is written along dimension {dim} of {x.describe()} must have the same sizes in all other "
+                    f"dimensions, not {other.describe()}"
                 )
         return merge_labels(x.shape, (x, index), x.dtype)
 
@@ -282,14 +284,16 @@ class Concat(Op):
 
     def output(self, *inputs: TensorSpec) -> TensorSpec:
         if not inputs:
-            raise LayerwiseError("a concatenation of nothing")
+            raise LayerwiseError("a concatenation needs at least one input")
         dim = dim_index(self.dim, inputs[0])
         rest = [i for i in range(len(inputs[0].shape)) if i != dim]
         if any(
             len(x.shape) != len(inputs[0].shape) or any(x.shape[i] != inputs[0].shape[i] for i in rest) for x in inputs
         ):
             shapes = ", ".join(x.describe() for x in inputs)
-            raise LayerwiseError(f"inputs of a concatenation along dimension {dim} differ elsewhere: {shapes}")
+            raise LayerwiseError(
+                f"inputs of a concatenation along dimension {dim} differ in other dimensions: {shapes}"
+            )
         others = merge_labels(
             tuple(inputs[0].shape[i] for i in rest),
             [only(x, rest) for x in inputs],
@@ -297,7 +301,7 @@ class Concat(Op):
         )
         dims, units, shape = list(others.dims), list(others.units), list(others.shape)
         label = next((x.dims[dim] for x in inputs if x.dims[dim]), None)
-        # Every input is cut at multiples of its own unit, wherever it begins, or read beyond it.
+        # Every input is split at multiples of its own unit, wherever it begins, or read beyond it.
         unit = lcm(*(x.units[dim] for x in inputs))
         if any(x.shape[dim] % unit for x in inputs):
             label, unit = label if label in POSITIONS else None, 1
@@ -320,7 +324,7 @@ class Concat(Op):
         )
 
     def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
-        """An input that has no part in the cell is empty."""
+        """Concatenates the parts; an input without a part in the cell is empty."""
         import torch
 
         return torch.cat(tuple(inputs), self.dim)

@@ -1,4 +1,4 @@
-"""Draw: random numbers that a network makes in its forward pass (torch.rand, randn_like, bernoulli, ...)."""
+"""Draw: random numbers that a network draws in its forward pass (torch.rand, randn_like, bernoulli, ...)."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ Distribution = Literal["uniform", "normal", "bernoulli", "integers"]
 
 @dataclass(frozen=True, slots=True)
 class Draw(Op):
-    """A tensor of random numbers, which nothing goes into; dimension n of `spec` follows the number of samples.
+    """A tensor of random numbers, without inputs; dimension n of `spec` follows the number of samples.
 
-    A number depends on its place in the whole tensor and on the step, so every partition draws the same. `arguments`:
-    the ends [low, high) of "uniform" and "integers", mean and deviation of "normal", the chance of a 1 of "bernoulli".
-    In evaluation it draws as well, the same numbers until the next step of training.
+    A number depends on its position in the full tensor and on the step, so every partition draws the same. `arguments`:
+    the range [low, high) of "uniform" and "integers", mean and deviation of "normal", the probability of 1 of
+    "bernoulli". In evaluation it draws too: the same numbers until the next training step.
     """
 
     kind: ClassVar[str] = "draw"
@@ -53,7 +53,7 @@ class Draw(Op):
         return ()
 
     def saved(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Saved:
-        """While it draws: two numbers of 64 bits a position; of a normal distribution two uniform ones besides."""
+        """Memory while it draws: two 64-bit numbers a position; for a normal distribution two uniform numbers more."""
         drawn = (hi - lo).prod(-1).astype(np.float64)
         return Saved(inputs=False, output=False, forward=drawn * (40 if self.distribution == "normal" else 24))
 
@@ -66,7 +66,7 @@ class Draw(Op):
         dtype: torch.dtype = getattr(torch, self.spec.dtype)
         box, shape, device, seed = local.out, local.space.out.shape, local.device, local.seed
         if not isinstance(seed, int):
-            raise LayerwiseError("random numbers that the network makes by itself are not compiled: leave compile= out")
+            raise LayerwiseError("random numbers that the network draws cannot be compiled: leave compile= out")
         if self.distribution == "bernoulli":
             return chance(self.arguments[0], seed, box, shape, device).to(dtype)
         if self.distribution == "normal":

@@ -43,14 +43,14 @@ def binary(fn: str, arguments: Sequence[float], x: Tensor, y: Tensor) -> Tensor:
             return _named(fn)(x, y, alpha=alpha)
         case "masked_fill":
             return x.masked_fill(y if y.dtype == torch.bool else y != 0, _like(arguments[0], x))
-        case "prelu":  # torch's own takes no slopes that broadcast
+        case "prelu":  # torch's prelu does not broadcast slopes
             return torch.where(x > 0, x, x * y)
     return _named(fn)(x, y)
 
 
 @cache
 def _detached() -> Any:
-    """No gradient goes back: zeros do, so that what asks for one gets one. Made here: torch may not be imported yet."""
+    """An autograd function that passes zeros back, created here because torch may not be imported yet."""
     import torch
 
     class Detached(torch.autograd.Function):
@@ -69,7 +69,7 @@ def _with_scalar(fn: str, x: Tensor, number: float) -> Tensor:
     import torch
 
     match fn:
-        case "maximum" | "minimum" | "rdiv":  # of tensors only; one without dimensions leaves x its type
+        case "maximum" | "minimum" | "rdiv":  # tensors only; one without dimensions leaves x its type
             integral = isinstance(number, int)
             dtype = x.dtype if x.is_floating_point() else torch.int64 if integral else torch.get_default_dtype()
             other = torch.full((), number, device=x.device, dtype=dtype)
@@ -82,7 +82,7 @@ def _with_scalar(fn: str, x: Tensor, number: float) -> Tensor:
 
 
 def _like(number: float, x: Tensor) -> float:
-    """An integer where x is of integers and the number is one."""
+    """The number as an integer, if x has integers and it is one."""
     return int(number) if not x.is_floating_point() and number % 1 == 0 else number
 
 
@@ -91,7 +91,7 @@ def _named(fn: str) -> Callable[..., Tensor]:
     import torch
     import torch.nn.functional as F
 
-    if fn == "floor_divide":  # the same, but with a gradient: zeros
+    if fn == "floor_divide":  # the same, but with a gradient of zeros
         return partial(torch.div, rounding_mode="floor")
     function: Callable[..., Tensor] = getattr(torch, fn, None) or getattr(F, fn)
     return function

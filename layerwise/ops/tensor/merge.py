@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 def starts(shape: Sequence[int]) -> list[int]:
-    """The number of times that each dimension begins anew in memory: the product of the extents outside it."""
+    """How often each dimension restarts in memory: the product of the extents outside it."""
     return list(accumulate(shape[:-1], mul, initial=1)) if shape else []
 
 
 def heads(source: tuple[int, ...], target: tuple[int, ...]) -> Iterator[tuple[int, int, int, int]]:
     """Pairs (i, j) of dimensions longer than 1 that begin together, and the elements inside i and inside j.
 
-    Inside: up to the next pair. So all dimensions from one pair to the next are merged and split among themselves.
+    Inside: up to the next pair. So all dimensions between two pairs are merged and split among themselves.
     """
     begins = {start: i for i, start in enumerate(starts(source)) if source[i] > 1}
     to = {start: j for j, start in enumerate(starts(target)) if target[j] > 1}
@@ -33,9 +33,9 @@ def heads(source: tuple[int, ...], target: tuple[int, ...]) -> Iterator[tuple[in
 
 
 def ones(x: TensorSpec, target: tuple[int, ...]) -> dict[int, int]:
-    """Pairs of extents of 1 of the input and of the target: in order, those at the same place in memory.
+    """Pairs of size-1 dimensions of the input and the target: in order, those at the same place in memory.
 
-    The samples (a batch of 1) stay as long as there is any such extent.
+    The samples (a batch of 1) stay as long as there is any such dimension.
     """
     pairs: dict[int, int] = {}
     begins, ends = starts(x.shape), starts(target)
@@ -51,16 +51,16 @@ def ones(x: TensorSpec, target: tuple[int, ...]) -> dict[int, int]:
 
 
 def reshaped(x: Tensor, source: tuple[int, ...], given: Box, target: tuple[int, ...], wanted: Box) -> Tensor:
-    """The box `wanted` of a tensor of shape `source` seen as `target`, where x is the box `given` of it.
+    """The box `wanted` of a tensor of shape `source` seen as `target`, where x is its box `given`.
 
-    A view of x where torch can make one. Raises AssertionError where `wanted` is not in `given`.
+    It is a view of x if torch can make one. Raises AssertionError if `wanted` is not in `given`.
     """
     if x.numel() == wanted.volume:
         return x.reshape(wanted.shape)  # the same elements, in the same order
     boxes = f"{given} of {source} does not hold {wanted} of {target}"
     if wanted.volume == 0:
         return x.flatten()[:0].view(wanted.shape)
-    # More than is wanted: a slice follows. From one pair of heads to the next, x is a run of elements ...
+    # More than `wanted`; a slice follows. Between two pairs of heads, x is a run of elements ...
     pairs = list(heads(source, target))
     runs = [(given.hi[i] - given.lo[i]) * inner for i, _, inner, _ in pairs]
     assert x.numel() == prod(runs), boxes
@@ -71,7 +71,7 @@ def reshaped(x: Tensor, source: tuple[int, ...], given: Box, target: tuple[int, 
         whole[j] = wanted.hi[j] - wanted.lo[j]
         assert 0 <= start <= runs[position] - whole[j] * out_inner, boxes
         x = x.narrow(position, start, whole[j] * out_inner)
-    # ... and so is what the outermost dimension of the target takes of it, whose inner dimensions are then cut.
+    # ... and so is what the target's outermost dimension takes of it, whose inner dimensions are then cut.
     x = x.reshape(whole)
     outer = {j for _, j, _, _ in pairs}
     inner_ends = zip(wanted.lo, wanted.hi, strict=True)

@@ -1,7 +1,7 @@
-"""Element-wise operators: an output element from the same place of every input, with numpy's broadcasting.
+"""Element-wise operators: an output element depends on the same position of every input, with numpy's broadcasting.
 
-FLOPs: one an output element, whatever the function (memory bounds them, not arithmetic). A function that is not in
-the tables below is planned like any other; only its output's type is then taken to be its input's.
+FLOPs: one an output element, whatever the function, as memory is the bound. A function that is not in the tables below
+is planned like any other; its output's type is then assumed to be its input's.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# Names as in torch or torch.nn.functional; `x_scalar` is torch.x(input, a), `rx_scalar` torch.x(a, input).
-# In comments: `arguments`, where there are any.
-REAL = frozenset({  # of floating point, also where the input is of integers
+# Names as in torch or torch.nn.functional; `x_scalar` is torch.x(input, a), `rx_scalar` torch.x(a, input). Comments
+# list `arguments`.
+REAL = frozenset({  # floating-point results, even for integers
     "acos", "acosh", "asin", "asinh", "atan", "atanh", "cos", "cosh", "sin", "sinh", "tan", "tanh",
     "exp", "exp2", "expm1", "log", "log10", "log1p", "log2", "sqrt", "rsqrt", "reciprocal", "sigmoid",
     "erf", "erfc", "erfinv", "lgamma", "digamma",
@@ -40,25 +40,25 @@ REAL = frozenset({  # of floating point, also where the input is of integers
     "softplus",  # beta, threshold
     "div_scalar", "rdiv_scalar",
 })  # fmt: skip
-KEEPING = frozenset({  # of the input's type
+KEEPING = frozenset({  # results of the input's type
     "identity", "detach", "abs", "ceil", "floor", "frac", "neg", "round", "sign", "square", "trunc", "relu", "relu6",
-    "clamp", "hardtanh",  # low, high (infinite where there is none)
+    "clamp", "hardtanh",  # low, high (maybe infinite)
     "threshold",  # threshold, value
     "add_scalar", "sub_scalar", "rsub_scalar", "mul_scalar", "pow_scalar", "rpow_scalar",
     "floor_divide_scalar", "fmod_scalar", "remainder_scalar", "maximum_scalar", "minimum_scalar",
     "bitwise_not",
 })  # fmt: skip
-TESTING = frozenset({  # of booleans
+TESTING = frozenset({  # boolean results
     "isfinite", "isinf", "isnan", "logical_not",
     "eq_scalar", "ne_scalar", "lt_scalar", "le_scalar", "gt_scalar", "ge_scalar",
 })  # fmt: skip
-BINARY = frozenset({  # of the common type of both operands
+BINARY = frozenset({  # results of the common type of both operands
     "add", "sub",  # alpha, optional: x + alpha*y
     "mul", "floor_divide", "fmod", "remainder", "pow", "maximum", "minimum", "bitwise_and", "bitwise_or", "bitwise_xor",
     "prelu",  # x where positive, else x*y
     "masked_fill",  # value: it where y is true, else x
 })  # fmt: skip
-# What the backward pass reads again, if not the inputs: the result, or nothing. pytorch/tools/autograd/derivatives.yaml
+# What the backward pass reads instead of the inputs: the result, or nothing. pytorch/tools/autograd/derivatives.yaml
 RESULT = frozenset({
     "relu", "sigmoid", "tanh", "tan", "exp", "exp2", "expm1", "sqrt", "rsqrt", "reciprocal", "rpow_scalar",
 })  # fmt: skip
@@ -93,7 +93,7 @@ def _real(dtype: str) -> str:
 
 
 class _Pointwise(Op):
-    """Every output element needs the element of each input at its own index; inputs are broadcast by numpy's rule."""
+    """Every output element needs each input's element at its own index; inputs broadcast by numpy's rule."""
 
     pointwise: ClassVar[bool] = True
 
@@ -166,8 +166,8 @@ class Prelu(_Pointwise):
 class Binary(_Pointwise):
     """fn(x, y) of two tensors, or of one and the parameter "operand" of shape `parameter` (swapped: fn(operand, x)).
 
-    Not `trainable`: a buffer or a constant. `stored`: the shape of the model's own tensor, where that has other extents
-    of 1: (c,) for (c, 1, 1).
+    If not `trainable`: a buffer or a constant. `stored`: the shape of the model's own tensor, if it differs in
+    dimensions of size 1: (c,) for (c, 1, 1).
     """
 
     kind: ClassVar[str] = "binary"
@@ -237,9 +237,10 @@ class Where(_Pointwise):
 
 @dataclass(frozen=True, slots=True)
 class Dropout(_Pointwise):
-    """Zero with probability p, else 1/(1-p) times the input; `channels`: one draw for each (n, c); `samples`: each n.
+    """Zero with probability p, else 1/(1-p) times the input; `channels`: one draw for each (n, c); `samples`: for each
+    n.
 
-    The draw depends on an element's place in the whole tensor, so every partition drops the same elements.
+    The draw depends on an element's position in the full tensor, so every partition drops the same elements.
     """
 
     kind: ClassVar[str] = "dropout"
@@ -262,7 +263,7 @@ class Dropout(_Pointwise):
         return inputs[0]
 
     def saved(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Saved:
-        """A byte a draw is kept; while it is drawn, two numbers of 64 bits; then the input times 0 or 1."""
+        """Memory: a saved byte for each draw; while drawing, two 64-bit numbers; then the input times 0 or 1."""
         (x,) = inputs
         if self.p in (0, 1):
             return Saved(inputs=False, output=False, through=self.p == 0)
@@ -310,11 +311,11 @@ class Cast(_Pointwise):
 
 def _check_known(what: str, fn: str, known: frozenset[str]) -> None:
     if fn not in known:
-        raise LayerwiseError(f"layerwise can plan the {what} {fn!r} but has no kernel to run it")
+        raise LayerwiseError(f"layerwise can plan the {what} {fn!r}, but has no kernel to run it")
 
 
 def _broadcast(inputs: Sequence[TensorSpec], others: tuple[tuple[int, ...], ...], dtype: str) -> TensorSpec:
-    """The inputs (and operands of which only the shape is known) against each other; labels are the inputs'."""
+    """The inputs (and operands whose shape alone is known) broadcast; labels are the inputs'."""
     try:
         shape = np.broadcast_shapes(*(x.shape for x in inputs), *others)
     except ValueError:

@@ -23,7 +23,7 @@ Mode = PartialMode | Literal["max", "min"]
 
 @dataclass(frozen=True, slots=True)
 class Reduce(Op):
-    """One number for all positions of `dims`. FLOPs: one an input element, two for the norm.
+    """A reduction over all positions of `dims`. FLOPs: one for each input element, two for the norm.
 
     "argmax", of one dimension, is the position of the (first) largest element.
     """
@@ -41,7 +41,7 @@ class Reduce(Op):
         rank = range(len(x.shape))
         if not self.keepdim:
             return only(x, [i for i in rank if i not in gone])
-        # What is left of a dimension keeps its label (an upsampling may follow global pooling), but is no sample.
+        # A reduced dimension keeps its label (an upsampling may follow global pooling), but is not samples.
         shape, units = (tuple(1 if i in gone else row[i] for i in rank) for row in (x.shape, x.units))
         dims = tuple(None if i in gone and label == "n" else label for i, label in enumerate(x.dims))
         return TensorSpec(shape, dims, x.dtype, units)
@@ -81,17 +81,17 @@ class Reduce(Op):
 
 @dataclass(frozen=True, slots=True)
 class PartialReduce(Op):
-    """A reduction of each of `dims` in as many equal `parts`, to one number for all positions of a part of each.
+    """A reduction of each of `dims` in equal `parts`, to one number for each part.
 
-    It can be split along what it reduces, between two parts. A Reduce of its result, which is small, does the rest: the
-    sum of the parts' sums, the mean of their means. So devices reduce what they have, in an order that no plan changes.
-    Not the largest of the largest: equal ones share the gradient, which parts would share otherwise. FLOPs: a Reduce's.
+    It can be split between two parts of what it reduces. A Reduce of its small result does the rest: the sum of sums,
+    the mean of means. So devices reduce what they have, in an order that no plan changes. There is no maximum of
+    maxima: equal elements share the gradient, which parts would share differently. FLOPs: those of a Reduce.
     """
 
     kind: ClassVar[str] = "partial_reduce"
     mode: PartialMode
     dims: tuple[int, ...]
-    parts: tuple[int, ...]  # one number a dimension of `dims`, by which its extent can be divided
+    parts: tuple[int, ...]  # one number for each of `dims`, which divides its extent
 
     def output(self, *inputs: TensorSpec) -> TensorSpec:
         (x,) = inputs
@@ -127,7 +127,7 @@ class PartialReduce(Op):
 
 
 def in_parts(x: TensorSpec, parts: Mapping[int, int]) -> TensorSpec:
-    """A number for each part, of which dimension i has parts[i]."""
+    """The spec with a number for each part; dimension i has parts[i]."""
     for i, count in parts.items():
         if x.shape[i] % count:
             raise LayerwiseError(f"dimension {i} of {x.describe()} cannot be divided into {count} equal parts")
@@ -141,9 +141,9 @@ def in_parts(x: TensorSpec, parts: Mapping[int, int]) -> TensorSpec:
 
 
 def divided(x: Tensor, shape: Sequence[int], parts: Mapping[int, int]) -> tuple[Tensor, tuple[int, ...]]:
-    """A box of a tensor of this shape, with each dimension i that has parts[i] as two, and which the second ones are.
+    """A box of a tensor of this shape with each dimension i in parts split in two, and the indices of the second ones.
 
-    It is a view, however x lies in memory.
+    It is a view, whatever x's memory layout.
     """
     sizes: list[int] = []
     inner: list[int] = []
@@ -158,7 +158,7 @@ def divided(x: Tensor, shape: Sequence[int], parts: Mapping[int, int]) -> tuple[
 
 
 def _reduced(mode: Mode, x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
-    """The reduction in x's type (integers do not become longer ones), but sums of booleans are integers."""
+    """The reduction in x's type (integers stay as wide), but sums of booleans are integers."""
     import torch
 
     kept = None if x.is_floating_point() or x.dtype == torch.bool else x.dtype

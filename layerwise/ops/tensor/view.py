@@ -1,10 +1,10 @@
-"""Views: reshape, permute, slice, select, expand. They move nothing; fuse.py folds them into what consumes them.
+"""Views: reshape, permute, slice, select, expand. They move nothing; fuse.py folds them into their consumers.
 
-Whoever reads a view gathers a box of the tensor behind it. So a dimension of a view is cut only where that leaves a
-box behind it, which `unit` says: of (n=4, c=6, 5, 5) flattened to (n=4, c=150), c is cut at multiples of 25.
-A dimension that can be cut nowhere has no label and a unit of its extent ("bound"); one without a label and with unit 1
-is merely unnamed, and a consumer may well reduce over parts of it. Consumers whose own cells end elsewhere read more
-than their part: windows over merged positions, convolutions and sums over what is bound (`specs`).
+Whoever reads a view gathers a box of the tensor behind it. So a dimension of a view is split only if that leaves a box
+behind it, as `unit` says: for (n=4, c=6, 5, 5) flattened to (n=4, c=150), c is split at multiples of 25. A dimension
+that cannot be split has no label and a unit of its extent ("bound"); one without a label and with unit 1 is merely
+unnamed, and a consumer may reduce over parts of it. Consumers whose cells end elsewhere read more than their part:
+windows over merged positions, convolutions and sums over bound dimensions (`specs`).
 https://pytorch.org/docs/stable/tensor_view.html
 """
 
@@ -40,10 +40,10 @@ class View(Op):
 
 @dataclass(frozen=True, slots=True)
 class Reshape(View):
-    """A view of the elements, in row-major order, under another shape (flatten, view, squeeze, unsqueeze, unflatten).
+    """A view of the elements, in row-major order, in another shape (flatten, view, squeeze, unsqueeze, unflatten).
 
-    Where a dimension of the input and one of the output start at the same stride, the outer parts of both match: they
-    share the label. What lies further in is cut only together with its outer part. Extents of 1 come and go.
+    If a dimension of the input and one of the output start at the same stride, their outer parts match and share the
+    label. Inner parts are split only together with their outer part. Dimensions of size 1 come and go.
     """
 
     kind: ClassVar[str] = "reshape"
@@ -52,13 +52,13 @@ class Reshape(View):
     def output(self, *inputs: TensorSpec) -> TensorSpec:
         (x,) = inputs
         if prod(self.shape) != x.volume:
-            raise LayerwiseError(f"{x.describe()} does not reshape to {self.shape}: {x.volume} elements")
+            raise LayerwiseError(f"{x.describe()} has {x.volume} elements, which do not reshape to {self.shape}")
         dims: list[str | None] = [None] * len(self.shape)
         units = list(self.shape)
         for i, j, inner, out_inner in heads(x.shape, self.shape):
-            cut = inner * x.units[i]  # elements from one legal cut of the input to the next
+            cut = inner * x.units[i]  # elements from one legal split of the input to the next
             units[j] = cut // gcd(cut, out_inner)
-            if units[j] < self.shape[j] or x.dims[i] == "n":  # n also where there is one unit: `rebatch` follows it
+            if units[j] < self.shape[j] or x.dims[i] == "n":  # n also if there is one unit: `rebatch` follows it
                 dims[j] = x.dims[i]
         # The samples last: a batch of 1 keeps its label before all others.
         for i, j in sorted(ones(x, self.shape).items(), key=lambda pair: x.dims[pair[0]] == "n"):
@@ -76,7 +76,7 @@ class Reshape(View):
             else:
                 maps[i] = window(self.shape[j], x.shape[i], j, stride=stride, last=stride - 1, over=over)
         for i, j in ones(x, self.shape).items():
-            # So that nothing of it needs nothing (concat). One dimension drives no more than one.
+            # So that an empty cell needs nothing (concat). One dimension drives at most one.
             if all(m.source != j for other, m in enumerate(maps) if other != i):
                 maps[i] = identity(1, j)
         return (tuple(maps),)
@@ -90,12 +90,12 @@ class Reshape(View):
         if not grown:
             return self
         if len(grown) > 1:
-            raise LayerwiseError(f"a reshape of {x.describe()} to {self.shape} cannot follow it to {y.describe()}")
+            raise LayerwiseError(f"a reshape of {x.describe()} to {self.shape} cannot be adapted to {y.describe()}")
         (i,) = grown
         j = _samples(x, y, i, out)
         extent, rest = divmod(self.shape[j] * y.shape[i], x.shape[i])
         if rest:
-            raise LayerwiseError(f"a reshape of {x.describe()} to {self.shape} cannot follow it to {y.describe()}")
+            raise LayerwiseError(f"a reshape of {x.describe()} to {self.shape} cannot be adapted to {y.describe()}")
         return Reshape((*self.shape[:j], extent, *self.shape[j + 1 :]))
 
 
@@ -120,7 +120,7 @@ class Permute(View):
     def _order(self, x: TensorSpec) -> tuple[int, ...]:
         order = tuple(dim_index(i, x) for i in self.order)
         if sorted(order) != list(range(len(x.shape))):
-            raise LayerwiseError(f"{self.order} does not order the dimensions of {x.describe()}")
+            raise LayerwiseError(f"{self.order} is not a permutation of the dimensions of {x.describe()}")
         return order
 
 
@@ -139,7 +139,7 @@ class Slice(View):
         dim, taken = self._taken(x)
         unit = gcd(x.units[dim], taken.start, len(taken))
         label = x.dims[dim]
-        amid = unit < x.units[dim]  # a cell can end amid a unit of the input
+        amid = unit < x.units[dim]  # a cell can end within a unit of the input
         if taken.step < 0 or (x.units[dim] > 1 and taken.step > 1) or (amid and label not in POSITIONS):
             label, unit = None, len(taken)
         return _changed(x, dim, len(taken), label, unit)
@@ -165,7 +165,9 @@ class Slice(View):
         return x if taken.step > 0 else x.flip(dim)
 
     def rebatch(self, inputs: Sequence[TensorSpec], out: TensorSpec, new_inputs: Sequence[TensorSpec]) -> Op:
-        """A part of the samples (a chunk of the batch, or all in reverse) stays that part; the rest does not change."""
+        """A part of the samples (a chunk of the batch, or all in reverse) stays that part; other
+        slices do not change.
+        """
         (x,), (y,) = inputs, new_inputs
         dim, taken = self._taken(x)
         old, new = x.shape[dim], y.shape[dim]
@@ -176,7 +178,7 @@ class Slice(View):
         ends = [divmod(end * new, old) for end in (taken.start, min(taken.stop, old))]
         if self.step < 0 or any(rest for _, rest in ends):
             named = f"a slice {self.start}:{self.stop} of {x.describe()}"
-            raise LayerwiseError(f"{named} cannot follow it to {y.describe()}")
+            raise LayerwiseError(f"{named} cannot be adapted to {y.describe()}")
         return replace(self, start=ends[0][0], stop=ends[1][0])
 
     def _taken(self, x: TensorSpec) -> tuple[int, range]:
@@ -217,15 +219,15 @@ class Select(View):
     def _index(self, x: TensorSpec, dim: int) -> int:
         extent = x.shape[dim]
         if not -extent <= self.index < extent:
-            raise LayerwiseError(f"there is no index {self.index} in dimension {dim} of {x.describe()}")
+            raise LayerwiseError(f"index {self.index} is out of range for dimension {dim} of {x.describe()}")
         return self.index % extent
 
 
 @dataclass(frozen=True, slots=True)
 class Expand(View):
-    """Broadcast against `shape` by numpy's rule (ONNX Expand, torch.expand; -1 keeps an extent, as 1 does).
+    """Broadcast to `shape` by numpy's rule (ONNX Expand, torch.expand; -1 keeps an extent, as 1 does).
 
-    `samples`: dimension 0 is repeated once a sample, though the input knows of no samples (a class token). Such an
+    `samples`: dimension 0 is repeated for each sample, though the input has no samples (a class token). Such an
     operator follows the batch by `at_batch`; its input does not change.
     """
 
@@ -238,7 +240,7 @@ class Expand(View):
         try:
             shape = np.broadcast_shapes(x.shape, tuple(1 if s == -1 else s for s in self.shape))
         except ValueError:
-            raise LayerwiseError(f"{x.describe()} does not expand to {self.shape}") from None
+            raise LayerwiseError(f"{x.describe()} cannot be expanded to {self.shape}") from None
         skip = len(shape) - len(x.shape)
         kept = [i >= skip and x.shape[i - skip] == extent for i, extent in enumerate(shape)]
         dims = [x.dims[i - skip] if keep else None for i, keep in enumerate(kept)]
@@ -277,8 +279,8 @@ def _changed(x: TensorSpec, dim: int, extent: int, label: str | None, unit: int)
 def _samples(x: TensorSpec, y: TensorSpec, i: int, out: TensorSpec) -> int:
     """The dimension of `out`, a reshape of x, that grows when dimension i of x grows to that of y.
 
-    The samples are the outer part of dimension i where that is labelled n (before or after: a batch of 1 leaves its
-    label to what it was merged with), else they begin inside its unit, which has grown with them.
+    The samples are the outer part of dimension i if that is labelled n (before or after: a batch of 1 leaves its label
+    to what it was merged with); else they begin inside its unit, which has grown with them.
     """
     named = out.index("n")
     if x.dims[i] == "n" and named is not None:
@@ -289,14 +291,14 @@ def _samples(x: TensorSpec, y: TensorSpec, i: int, out: TensorSpec) -> int:
     begins = starts(out.shape)
     there = next((j for j, start in enumerate(begins) if start == begin), None)
     if there is not None and not _absorbed(x, i, out.shape[there]):
-        return there  # an extent of 1 (a batch of 1 that was written into the network) before all others
+        return there  # a dimension of size 1 (a batch of 1 written into the network) before all others
     return max(j for j, start in enumerate(begins) if start < begin)
 
 
 def _absorbed(x: TensorSpec, i: int, follows: int) -> bool:
-    """True if a batch of 1 in the middle went into what stands before it: (s, n=1, c) -> (s, c).
+    """True if a batch of 1 in the middle was merged into what precedes it: (s, n=1, c) -> (s, c).
 
-    No trace is left of it. It stays before what follows where that was split: (s, n=1, c) -> (s, heads, c / heads).
+    No trace of it is left. It stays before what follows if that was split: (s, n=1, c) -> (s, heads, c / heads).
     """
     outside = any(extent > 1 for extent in x.shape[:i])
     after = next((extent for extent in x.shape[i:] if extent > 1), 1)

@@ -1,1 +1,1 @@
-"""The model as the user wrote it, where a plan splits nothing but samples: the module itself is called."""
+"""Plans that split samples only: the model runs as the user wrote it."""

@@ -1,7 +1,7 @@
-"""The model's own parameters as the leaves of autograd, whose gradients are averaged over the ranks.
+"""The model's own parameters as autograd's leaves, with gradients averaged over the ranks.
 
-Autograd adds to `.grad`, which is empty while a backward pass goes on (`Gradients`). Each gradient that the pass makes
-is handed to the reducer, and at the end of the pass every parameter is given what one device's would have.
+Autograd adds to `.grad`, which is empty during a backward pass (`Gradients`). Each gradient goes to the reducer as soon
+as it is computed; at the end of the pass every parameter gets the gradient that one device would have.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from layerwise.run.local_tensor import digest
 
 
 class AveragedParameters:
-    """The parameters of the user's module as they are now, on one of several ranks.
+    """The current parameters of the user's module, on one of several ranks.
 
-    run: of the module, which has this. parameters: those whose gradients are averaged, by name. unknown: those that the
-    trace has not met, whose gradients must be the same on all ranks, as a weight penalty's are. reducer: sums gradients
-    up. comparison: of the ranks' values, where wanted.
+    run: the module's run, which owns this. parameters: those whose gradients are averaged, by name. unknown: those that
+    the trace has not met; their gradients must be the same on all ranks, as a weight penalty's are. reducer: sums
+    gradients. comparison: compares the ranks' values, if wanted.
     """
 
     def __init__(self, run: Run) -> None:
@@ -54,32 +54,32 @@ class AveragedParameters:
         self._structure = Structure(module, buffers=False)
         self._frozen = [(name, p) for name, p in tensors.items() if isinstance(p, nn.Parameter) and not p.requires_grad]
         self._gradients: Gradients | None = None
-        self._astray: list[str] = []  # had a gradient before a pass through the model's call began
+        self._astray: list[str] = []  # parameters that had a gradient before a pass through the model's call began
         self._nodes = {name: get_gradient_edge(p).node for name, p in self.parameters.items()}
         me = weakref.ref(self)
         for name, p in {**self.parameters, **self.unknown}.items():
             take_hooks(p, partial(_made, me, name))
 
     def check(self) -> None:
-        """LayerwiseError where gradients would be lost: of other parameters, of frozen ones, by hooks."""
+        """Raises LayerwiseError if gradients would be lost: those of other parameters, of frozen ones, or by hooks."""
         self.check_hooks()
         if self._structure.changed():
             raise LayerwiseError(
-                "the model has other parameters or layers than when it was made parallel, whose gradients nobody "
-                "averages: change the model before, or make it parallel again; leave fully_shard out"
+                "the model's parameters or layers changed after it was made parallel, so their gradients would not be "
+                "averaged: change the model first, or parallelize it again, and do not call fully_shard"
             )
         check_frozen(self._frozen)
 
     def check_hooks(self) -> None:
-        """LayerwiseError where a parameter has a hook that would be called before the sum."""
+        """Raises LayerwiseError if a parameter has a hook that would run before the sum over ranks."""
         check_parameters(self.parameters.items())
 
     def begin(self, gradients: Gradients) -> None:
         """Begins a backward pass through the model."""
         if self._gradients is not None:
             raise LayerwiseError(
-                "a backward pass goes through the model within another one, as torch.utils.checkpoint with "
-                "use_reentrant=True makes it: give it use_reentrant=False"
+                "a backward pass through the model runs inside another one, as torch.utils.checkpoint with "
+                "use_reentrant=True does: pass use_reentrant=False"
             )
         self._gradients = gradients
 
@@ -91,15 +91,15 @@ class AveragedParameters:
         p = self.parameters[name]
         if name in self._gradients.made:
             raise LayerwiseError(
-                f"parameter {name!r} was given a gradient twice in one backward pass, as torch.utils.checkpoint with "
-                "use_reentrant=True does to what is used twice: give it use_reentrant=False"
+                f"parameter {name!r} got two gradients in one backward pass, as torch.utils.checkpoint with "
+                "use_reentrant=True causes for a shared parameter: pass use_reentrant=False"
             )
         gradient, p.grad = p.grad, None
         assert gradient is not None
         if gradient.layout is not torch.strided:
             raise LayerwiseError(
-                f"parameter {name!r} has a sparse gradient, which several ranks cannot average: build its embedding "
-                "with sparse=False"
+                f"parameter {name!r} has a sparse gradient, which cannot be averaged over several ranks: build its "
+                "embedding with sparse=False"
             )
         with torch.no_grad():
             self._gradients.add(name, gradient)
@@ -111,22 +111,22 @@ class AveragedParameters:
             if gradients is not None and name not in gradients.made and _only_returned(node):
                 gradients.fail()
                 raise LayerwiseError(
-                    f"torch.autograd.grad with respect to parameter {name!r} would give the gradient of this rank's "
-                    "samples only: call loss.backward(), which averages over the ranks, and take its .grad"
+                    f"torch.autograd.grad for parameter {name!r} would return the gradient of this rank's samples "
+                    "only: call loss.backward(), which averages over the ranks, and read .grad"
                 )
 
     def fail(self) -> None:
-        """Ends the pass, which an error has ended."""
+        """Ends the pass after an error."""
         self._gradients = None
 
     def release(self) -> None:
-        """Gives autograd the user's hooks back, which it then calls itself."""
+        """Gives the user's hooks back to autograd, which then calls them itself."""
         for p in (*self.parameters.values(), *self.unknown.values()):
             if isinstance(p._post_accumulate_grad_hooks, Hooks):
                 p._post_accumulate_grad_hooks = p._post_accumulate_grad_hooks.users
 
     def _stray(self, name: str) -> None:
-        """Notes a gradient that is not of the model's call, but of a weight penalty or a part of the model alone."""
+        """Notes a gradient that is not from the model's call, but from a weight penalty or a submodule called alone."""
         run = self._run()
         if run is None or not run.summed:
             raise outside_while_waiting(name)
@@ -135,7 +135,7 @@ class AveragedParameters:
         self._astray.append(name)
 
     def _check_strays(self) -> None:
-        """LayerwiseError unless they are the same on all ranks."""
+        """Raises LayerwiseError unless the gradients that came from outside the call are the same on all ranks."""
         names, self._astray = self._astray, []
         parameters = {**self.parameters, **self.unknown}
         ranks = self.comm.all_gather_object(
@@ -144,9 +144,9 @@ class AveragedParameters:
         for name in names:
             if any(digests.get(name) != ranks[0].get(name) for digests in ranks):
                 raise LayerwiseError(
-                    f"parameter {name!r} was given a gradient that is another one on every rank, by a part of the "
-                    "model that was called alone, or was not run when the model was made parallel: call the model "
-                    "itself, which averages over the ranks, and make it parallel as it is to be trained"
+                    f"parameter {name!r} got a gradient that differs between ranks, from a submodule that was called "
+                    "alone or did not run when the model was made parallel: call the model itself, which averages over "
+                    "the ranks, and parallelize it in the mode that you train"
                 )
             call_hooks(parameters[name])
 
@@ -158,9 +158,9 @@ def _made(leaves: weakref.ref[AveragedParameters], name: str, _: nn.Parameter) -
 
 
 def _only_returned(node: Any) -> bool:
-    """True if the running backward pass is a torch.autograd.grad with respect to this leaf."""
+    """True if the running backward pass is a torch.autograd.grad that asks for this leaf."""
     try:
         torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # it says that it cannot answer for a leaf of autograd.grad
+    except RuntimeError:  # autograd cannot answer for a leaf of autograd.grad
         return True
     return False

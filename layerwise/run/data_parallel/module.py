@@ -1,4 +1,4 @@
-"""DataRun: a plan that splits samples only, run by the model as the user wrote it."""
+"""DataRun: runs a plan that splits samples only, with the model as the user wrote it."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ from layerwise.run.shapes import Returned, Sized, Sizes
 from layerwise.run.state.model_state import ModelState, map_kept_losses
 from layerwise.tensorfile import dtype_name
 
-COMPILED = "the compiled model"  # in a trace
+COMPILED = "the compiled model"  # the span's name in a trace
 
 
 class DataRun(Run):
-    """The user's module, called as it is: on one device plain PyTorch, on several as with DistributedDataParallel.
+    """The user's module, called as it is: on one device plain PyTorch, on several ranks like DistributedDataParallel.
 
-    On several ranks gradients are averaged over them, beside the backward pass; those of outputs are scaled so that the
-    average is the gradient of the mean over all samples, also where ranks have unequal numbers. Gradients of inputs are
+    Gradients are averaged over the ranks during the backward pass. The outputs' gradients are scaled so that the
+    average is the gradient of the mean over all samples, even if ranks feed different numbers. Gradients of inputs are
     those of this rank's own loss.
     """
 
@@ -66,7 +66,7 @@ class DataRun(Run):
         keys: Mapping[str, str],
         arguments: Arguments,
     ) -> None:
-        """keys: names of the state dict -> names of the tensors in the graph."""
+        """keys: names in the state dict -> names of tensors in the graph."""
         super().__init__(module, graph, plan, comm, options)
         self._calls, self._replacements, self._keys, self.arguments = Calls(), replacements, keys, arguments
         self._state = ModelState(keys, graph, module, comm)
@@ -88,12 +88,12 @@ class DataRun(Run):
 
     @property
     def _own(self) -> Callable[..., Any]:
-        """Returns the forward pass that the user wrote."""
+        """Returns the user's own forward pass."""
         own: Callable[..., Any] = self.own_forward or self.own_class.forward.__get__(self.model)
         return own
 
     def _average(self) -> None:
-        """Has gradients averaged from now on."""
+        """Turns on averaging of gradients."""
         self._averaged: AveragedParameters | None = None
         if self.comm.size > 1:
             self._averaged = AveragedParameters(self)
@@ -102,11 +102,13 @@ class DataRun(Run):
         self._reducer = GradientReducer({}, [], {}) if self._averaged is None else self._averaged.reducer
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Returns the model's outputs of this rank's samples; `batch`: those of all ranks, where they are uneven."""
+        """Returns the model's outputs for this rank's samples. batch: all ranks' samples, if ranks feed different
+        numbers.
+        """
         if self._calls.forward is not None:  # the model calls itself
             return self._own(*inputs, **named)
         if self.plain and "batch" not in named:
-            self.steps_done += self.training  # checkpoints are named so
+            self.steps_done += self.training  # checkpoints are named by it
             return (self._called or self._own)(*inputs, **named)
         check_transforms()
         batch = None if self.arguments.takes("batch") else named.pop("batch", None)
@@ -159,11 +161,11 @@ class DataRun(Run):
             return self._called(*inputs, **named)
 
     def _call(self, inputs: tuple[Any, ...], named: Mapping[str, Any], batch: int | None) -> ModelCall:
-        """Returns this call of the model, which the ranks agree on."""
+        """Returns this call of the model, on which the ranks agree."""
         if self.training and in_backward():
             return self._calls.recomputed()
         seed = combine(self.runtime_options.seed, self.steps_done)
-        # Also in evaluation with a dropout in training, whose draws are others in every call.
+        # Also in evaluation if a dropout is in training mode: it draws new numbers in every call.
         drawn = self.training or any(replaced.active for replaced in self._replaced)
         self.steps_done += drawn
         if self._averaged is None:
@@ -185,7 +187,7 @@ class DataRun(Run):
         return ModelCall(seed, batch_of_ranks(alike=alike, step=step, gradients=reducer, shared=shared))
 
     def _move(self, x: Tensor) -> Tensor:
-        """Returns it on the run's device, in the run's element type."""
+        """Returns x on the run's device, in the run's element type."""
         return x.to(
             self.runtime_options.device, self.runtime_options.element_type(dtype_name(x.dtype), self.layer_graph)
         )
@@ -196,17 +198,19 @@ class DataRun(Run):
         return torch.autocast(self.runtime_options.device.type, self.runtime_options.autocast)
 
     def _scale(self, call: ModelCall) -> float:
-        """Returns the factor of the outputs' gradients: their mean over the ranks is then that of the loss of all."""
+        """Returns the factor of the outputs' gradients: their mean over the ranks is then the gradient of the full
+        loss.
+        """
         return 1.0 if self.comm.size == 1 else factors(self.layer_graph, call.samples / call.total)[0] * self.comm.size
 
     def _entering(self, x: Tensor, call: ModelCall) -> Tensor:
-        """Returns an input. Where its gradient is differentiated once more, the pass that does so begins there."""
+        """Returns an input. If its gradient is differentiated again, that backward pass begins here."""
         if not x.requires_grad:
             return x
         if self._scale(call) != 1:
             raise LayerwiseError(
-                "an input requires a gradient, which is made only where all ranks feed equally many samples and the "
-                "loss is a mean: give it detached, or such a batch"
+                "an input requires a gradient, which layerwise computes only if all ranks feed the same number of "
+                "samples and the loss is a mean: detach the input, or feed such a batch"
             )
         x = x.view_as(x)
 
@@ -218,11 +222,11 @@ class DataRun(Run):
         return x
 
     def _leaving(self, x: Tensor, call: ModelCall, scale: float) -> Tensor:
-        """Returns an output, whose gradient begins the backward pass."""
+        """Returns an output whose gradient begins the backward pass."""
         if not x.requires_grad:
             return x
         if x.is_leaf or scale != 1:
-            x = x.view_as(x)  # with a gradient of its own
+            x = x.view_as(x)  # a tensor with its own gradient
 
         def at_gradient(gradient: Tensor) -> Tensor | None:
             self._calls.begin_backward(call)
@@ -261,7 +265,7 @@ class DataRun(Run):
         if self._module_spans is not None:
             self._module_spans.remove()
         self._module_spans = None
-        if self.trace is not None and self.runtime_options.compile is None:  # a compiled model has no layers to look at
+        if self.trace is not None and self.runtime_options.compile is None:  # a compiled model hides its layers
             self._module_spans = ModuleSpans(self.model, self.layer_graph, self.trace)
 
     def apply_to_tensors(self, fn: Callable[[Tensor], Tensor]) -> None:
@@ -270,9 +274,11 @@ class DataRun(Run):
         self._average()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads into the user's module; its RuntimeError is a LayerwiseError here. assign: on one device."""
+        """Loads into the user's module; raises LayerwiseError where PyTorch raises RuntimeError. assign: on one device
+        only.
+        """
         if assign and self.comm.size > 1:
-            raise LayerwiseError("load_state_dict(assign=True) would replace parameters: give assign=False")
+            raise LayerwiseError("load_state_dict(assign=True) would replace the parameters: pass assign=False")
         return self._state.load(state_dict, strict=strict, assign=assign)
 
     def copied(self, memo: dict[int, Any]) -> nn.Module:
@@ -287,10 +293,10 @@ class DataRun(Run):
         return copied
 
     def compile(self, **settings: Any) -> None:
-        """Compiles the model, with torch.compile's arguments; what communicates is between the compiled parts."""
+        """Compiles the model with torch.compile's arguments; communication stays between the compiled parts."""
         self._called = compile_with(self._own, settings)
         self.runtime_options = replace(self.runtime_options, compile=settings)
-        self._traced()  # of the full model from now on
+        self._traced()  # now records the full model
 
     def restore(self) -> None:
         for replaced in self._replaced:
@@ -303,7 +309,7 @@ class DataRun(Run):
 def _returned_shapes(
     module: nn.Module, own: Any, device: torch.device, shapes: Sequence[tuple[int, ...]], types: Sequence[torch.dtype]
 ) -> tuple[tuple[int, ...], ...]:
-    """Returns the shapes of what a module returns, not computed. LayerwiseError where it takes no such inputs."""
+    """Returns the shapes of what a module returns, not computed. Raises LayerwiseError if it takes no such inputs."""
     try:  # what the model keeps of a call goes: it has no values
         with as_it_was(module), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
             outputs = own(*(torch.empty(s, dtype=t, device=device) for s, t in zip(shapes, types, strict=True)))

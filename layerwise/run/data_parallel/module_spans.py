@@ -1,4 +1,4 @@
-"""ModuleSpans: the times of a plan's layers where the model itself is run, by hooks of its modules."""
+"""ModuleSpans: times of a plan's layers when the model itself runs, by hooks of its modules."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from layerwise.trace import Trace
 
 
 class ModuleSpans:
-    """The times of a plan's layers where the model itself is run, by hooks of its modules, until `remove`.
+    """The times of a plan's layers when the model itself runs, by hooks of its modules, until `remove`.
 
-    A layer's span is that of the modules that it begins with, forward and back; what a model's code does beside its
-    modules is in none.
+    A layer's span is that of the modules that it begins with, forward and backward. Code of the model outside its
+    modules is in no span.
     """
 
     def __init__(self, module: nn.Module, graph: LayerGraph, trace: Trace) -> None:
@@ -65,7 +65,7 @@ class ModuleSpans:
 
 
 def _layers(module: nn.Module, graph: LayerGraph) -> Iterator[tuple[str, nn.Module, nn.Module]]:
-    """Yields each layer's name, and the first and the last of the modules that it is made of, which are called once."""
+    """Yields each layer's name, and the first and last of its modules that are called once."""
     modules = {path: m for path, m in module.named_modules(remove_duplicate=False) if not m._modules}
     names = [(layer.name, *layer.epilogue) for layer in graph.layers if layer.role is Role.COMPUTE]
     calls = Counter(name.partition(":")[0] for each in names for name in each)

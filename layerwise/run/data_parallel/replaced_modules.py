@@ -1,7 +1,7 @@
-"""Modules that compute otherwise in a call of the model: batch norms of all ranks, dropouts by position.
+"""Modules that compute differently in a call of the model: global batch norms and positional dropouts.
 
-A replacement stands on its module as the instance's `forward`. So the module stays of its class, with its parameters,
-hooks and names, and no state dict has a word of it. A copy, or a pickle, of the module alone is plain PyTorch again.
+A replacement is set on its module as the instance's `forward`. So the module keeps its class, parameters, hooks and
+names, and the state dict does not change. A copy or a pickle of the module alone is plain PyTorch again.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class Replacement(Generic[M]):
-    """A `forward` that stands in for a module's own within a call of the model, in training."""
+    """A `forward` that replaces a module's own within a call of the model, in training."""
 
     def __init__(self, module: M, calls: Calls) -> None:
         self.module, self.calls = module, calls
         self._uncompiled = torch.compiler.disable(self._run)  # type: ignore[no-untyped-call]
 
     def place(self) -> None:
-        """Makes it the module's `forward`."""
+        """Sets this as the module's `forward`."""
         self.module.__dict__["forward"] = self
 
     def remove(self) -> None:
-        """Makes the module as it was."""
+        """Restores the module's own `forward`."""
         if self.module.__dict__.get("forward") is self:
             del self.module.__dict__["forward"]
 
     @property
     def active(self) -> bool:
-        """True if it computes otherwise, now."""
+        """True if the module computes differently now."""
         return self.module.training
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -61,11 +61,11 @@ class Replacement(Generic[M]):
         return self.compute(x, call)
 
     def compute(self, x: Tensor, call: ModelCall) -> Tensor:
-        """Returns the module's output of this rank's part of its input."""
+        """Returns the module's output for this rank's part of its input."""
         raise NotImplementedError
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        forward: Callable[..., Any] = memo[id(self.module)].forward  # its class's own, as it has no other yet
+        forward: Callable[..., Any] = memo[id(self.module)].forward  # the class's forward, as the copy has no other yet
         return forward
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -73,7 +73,7 @@ class Replacement(Generic[M]):
 
 
 class PositionalDropout(Replacement[nn.modules.dropout._DropoutNd]):
-    """A dropout that draws as a plan's layers do, by the seed and an element's place in the global batch."""
+    """A dropout that draws like a plan's layers: by the seed and an element's position in the global batch."""
 
     def __init__(self, module: nn.modules.dropout._DropoutNd, calls: Calls, draws: Draws) -> None:
         super().__init__(module, calls)
@@ -108,7 +108,7 @@ class GlobalBatchNorm(Replacement[nn.modules.batchnorm._BatchNorm]):
     def __init__(
         self, module: nn.modules.batchnorm._BatchNorm, calls: Calls, all_reduce: Callable[[Tensor], Tensor]
     ) -> None:
-        """all_reduce: sums over all ranks, whose samples must have one size."""
+        """all_reduce: sums over all ranks, whose samples must be of one size."""
         super().__init__(module, calls)
         self.all_reduce = all_reduce
 
@@ -117,7 +117,7 @@ class GlobalBatchNorm(Replacement[nn.modules.batchnorm._BatchNorm]):
         return self.module.training or self.module.running_mean is None
 
     def compute(self, x: Tensor, call: ModelCall) -> Tensor:
-        """Normalises as `layerwise.ops.nn.norm.BatchNorm` does, and counts as torch.nn.BatchNorm2d."""
+        """Normalises like `layerwise.ops.nn.norm.BatchNorm`, and updates its buffers like torch.nn.BatchNorm2d."""
         module = self.module
         module._check_input_dim(x)  # type: ignore[no-untyped-call]
         count = _rows_a_sample(x, 0, call) * call.total * (x.numel() // (x.shape[0] * x.shape[1]))
@@ -134,21 +134,21 @@ class GlobalBatchNorm(Replacement[nn.modules.batchnorm._BatchNorm]):
         return y
 
     def _remember(self, count: int, *moments: Tensor) -> None:
-        """Moves the running statistics."""
+        """Updates the running statistics."""
         module, mean, var = self.module, self.module.running_mean, self.module.running_var
         if mean is None or var is None:
             return
         if module.num_batches_tracked is not None:
             module.num_batches_tracked.add_(1)
         momentum = module.momentum
-        if momentum is None:  # the mean over all batches so far, as update_bn has it
+        if momentum is None:  # the mean over all batches so far, as update_bn uses it
             assert module.num_batches_tracked is not None
             momentum = 1 / float(module.num_batches_tracked)
         update((mean, var), *moments, count=count, momentum=momentum)
 
 
 def replaced_modules(module: nn.Module, replaced: Replacements, calls: Calls, comm: Comm) -> Iterator[Replacement[Any]]:
-    """Yields the replacements of the user's modules."""
+    """Yields the replacements for the user's modules."""
     for path, draws in replaced.dropouts.items():
         dropout = module.get_submodule(path)
         assert isinstance(dropout, nn.modules.dropout._DropoutNd)
@@ -166,7 +166,7 @@ def _rows_a_sample(x: Tensor, dim: int, call: ModelCall) -> int:
     rows, left = divmod(x.shape[dim], call.samples)
     if left:
         raise LayerwiseError(
-            f"a tensor of shape {tuple(x.shape)} does not have its dimension {dim} along the {call.samples} samples: "
-            "whose rows these are in the batch of all ranks is not known"
+            f"a tensor of shape {tuple(x.shape)} does not have the {call.samples} samples along dimension {dim}, so "
+            "layerwise cannot tell which samples of the global batch its rows belong to"
         )
     return rows

@@ -1,7 +1,7 @@
-"""Replacements: what of a module depends on more than a rank's own samples, and is computed otherwise.
+"""Replacements: which modules of a model depend on more than a rank's own samples.
 
-A plan that splits samples only is run by the module itself. Two kinds of its modules would not give one device's
-numbers then: batch norms, whose statistics are those of all samples, and dropouts, whose draws go by position.
+A plan that splits samples only is run by the module itself. Two kinds of modules would then differ from one device:
+batch norms, whose statistics cover all samples, and dropouts, whose draws go by position.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """The random numbers of a dropout: which stream, and along which dimension samples lie."""
+    """The random numbers of a dropout: its stream, and the dimension of the samples."""
 
-    number: int  # its layer's in the graph
-    stage: int  # its stage's in the layer
-    samples: int | None  # the dimension of its input that samples are along
+    number: int  # the layer's number in the graph
+    stage: int  # the stage's number in the layer
+    samples: int | None  # the sample dimension of its input
 
     def seed(self, of_call: int) -> int:
-        """Returns the seed of one call of the model."""
+        """Returns the seed for one call of the model."""
         return combine(of_call, self.number, self.stage)
 
 
@@ -52,17 +52,17 @@ class Replacements:
     """The modules to replace, by path."""
 
     dropouts: Mapping[str, Draws] = field(default_factory=dict)
-    batch_norms: Mapping[str, str] = field(default_factory=dict)  # the name of the layer
+    batch_norms: Mapping[str, str] = field(default_factory=dict)  # path -> name of the layer
 
 
 def replacements(
     network: Network, graph: LayerGraph, plan: Plan, size: int, options: RuntimeOptions
 ) -> Replacements | None:
-    """Returns what to replace in the network's own module so that it runs the plan; None where it cannot.
+    """Returns what to replace in the network's own module so that it runs the plan; None if it cannot run it.
 
-    graph: the network's, as planned. size: ranks. The module runs the plan where every rank computes the full network
-    of its own samples, and all that depends on other samples, or on positions, is a module of PyTorch's; a dropout is
-    to be called once.
+    graph: the network's graph as planned. size: ranks. The module runs the plan if every rank computes the full network
+    for its own samples, and everything that depends on other samples or on positions is a PyTorch module. A dropout may
+    be called only once.
     """
     module = network.module
     recompute = options.recompute or any(config.alters_saved for config in plan.strategy.values())
@@ -75,7 +75,7 @@ def replacements(
         return None
     if size > 1 and not (_only_samples(graph, plan) and _constants_alike(network, graph)):
         return None
-    if size > 1 and len(set(factors(graph, 0.5))) > 1:  # some outputs are sums over samples, and others are not
+    if size > 1 and len(set(factors(graph, 0.5))) > 1:  # some outputs are sums over samples, others are not
         return None
     modules = dict(module.named_modules(remove_duplicate=False))
     dropouts: dict[str, Draws] = {}
@@ -100,7 +100,7 @@ def replacements(
 
 
 def _has_values(network: Network, module: nn.Module) -> bool:
-    """True if all that is on the meta device can be given values: what the state dict has."""
+    """True if everything on the meta device can get a value: if the state dict has it."""
     keys = set(network.keys)
     constants = (tensor for name, tensor in module.named_buffers(remove_duplicate=False) if name not in keys)
     attributes = (value for m in module.modules() for value in vars(m).values() if isinstance(value, Tensor))
@@ -108,7 +108,7 @@ def _has_values(network: Network, module: nn.Module) -> bool:
 
 
 def _constants_known(network: Network) -> bool:
-    """True if what the forward pass makes by itself has values: no random numbers, nothing of the meta device."""
+    """True if tensors that the forward pass creates have values: no random numbers, nothing on the meta device."""
     keys = set(network.keys.values())
     constants = [layer.name for layer in network.graph.layers if layer.role is Role.CONSTANT]
     constants += [name for layer in network.graph.layers for name, _ in layer.own_parameters() if name not in keys]
@@ -123,20 +123,24 @@ def _constants_known(network: Network) -> bool:
 
 
 def _only_samples(graph: LayerGraph, plan: Plan) -> bool:
-    """True if every rank computes all of the network, for its own samples."""
+    """True if every rank computes the full network for its own samples."""
     if plan.io != "sample" or graph.batch < plan.gpus:
         return False
-    everywhere = Config.of({"n": plan.gpus})
+    everywhere = Config.of({"n": plan.gpus}).weighted(plan.shares or (1,) * plan.gpus)
     return all(
         layer.end
         or (layer.name in graph.unfed and plan.strategy[layer.name].total == 1)
-        or (plan.strategy[layer.name].degrees == everywhere.degrees and by_itself(layer))
+        or (
+            (plan.strategy[layer.name].degrees, plan.strategy[layer.name].weights)
+            == (everywhere.degrees, everywhere.weights)
+            and by_itself(layer)
+        )
         for layer in graph.layers
     )
 
 
 def _constants_alike(network: Network, graph: LayerGraph) -> bool:
-    """True if constants with a row a sample have the same for all: each rank makes its own."""
+    """True if constants with a row a sample are equal for all samples: each rank makes its own."""
     for layer in graph.layers:
         if layer.role is Role.CONSTANT and layer.out.index("n") is not None:
             value = network.constant(layer.name)
@@ -147,7 +151,7 @@ def _constants_alike(network: Network, graph: LayerGraph) -> bool:
 
 
 def _shared(layer: Layer, where: Mapping[str, Place], size: int, options: RuntimeOptions) -> tuple[bool, ...]:
-    """Returns for each stage whether its statistics are those of several ranks."""
+    """Returns for each stage whether several ranks share its statistics."""
     if size == 1 or layer.role is not Role.COMPUTE:
         return (False,) * len(layer.stages)
     groups = statistics(layer, where[layer.name], 0, local_batch_norm=options.local_batch_norm)
@@ -155,23 +159,23 @@ def _shared(layer: Layer, where: Mapping[str, Place], size: int, options: Runtim
 
 
 def _module_of(name: str) -> str:
-    """Returns the path in a layer's name: further calls of a module are called `path:2`."""
+    """Returns the module path in a layer's name; later calls of a module are named `path:2`."""
     return name.partition(":")[0]
 
 
 def _path_of_parameters(layer: Layer, stage: Stage) -> str | None:
-    """Returns the path of the module that has all parameters and buffers of a stage; None where several have them."""
+    """Returns the path of the module that holds all parameters and buffers of a stage; None if several do."""
     paths = {name.rpartition(".")[0] for name in layer.parameters[stage.parameters]}
     return paths.pop() if len(paths) == 1 else None
 
 
 def _is(module: nn.Module | None, kinds: tuple[type[nn.Module], ...]) -> bool:
-    """True if it computes as one of these does: it, or a subclass with the same `forward`."""
+    """True if the module computes like one of these kinds: it is one, or a subclass with the same `forward`."""
     return any(isinstance(module, kind) and type(module).forward is kind.forward for kind in kinds)
 
 
 def _permuted(graph: LayerGraph, name: str, stage: Stage) -> bool:
-    """True if the plan moved a dropout to the other side of a transpose, so that its positions are others."""
+    """True if the plan moved a dropout across a transpose, which changes its positions."""
     layer = graph[name]
     if stage.space.out.shape == layer.out.shape and stage.space.out.dims == layer.out.dims:
         return False

@@ -1,1 +1,1 @@
-"""The passes over a schedule: forward, backward, and the sums of gradients."""
+"""The passes over a schedule: forward, backward, and gradient sums."""

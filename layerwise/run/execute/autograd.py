@@ -1,11 +1,11 @@
-"""Communication as functions of autograd, in one order on all ranks.
+"""Communication as autograd functions, in the same order on all ranks.
 
-Autograd knows only what a rank has itself, and would communicate when that suits this rank. All ranks must communicate
-in one order. So an *order token*, a tensor of one element, goes through everything that communicates: a backward pass
-meets it in exactly the reverse order, also on a rank that has no part of a layer, and so does the backward pass of a
-backward pass (a gradient penalty), because each backward function here is made of these functions again. Where a pass
-begins within the graph of a pass (a Laplacian), it goes on with the token that it finds there (`_token`): so the passes
-of all orders are one chain, which a last pass goes through from its end.
+All ranks must communicate in one order, but autograd knows only what this rank has, and would communicate whenever that
+suits this rank. So an *order token*, a tensor of one element, passes through every communication. A backward pass meets
+it in exactly the reverse order, even on a rank that has no part of a layer. The backward pass of a backward pass (a
+gradient penalty) does too, because each backward function is built from these functions again. A pass that begins
+inside another pass's graph (a Laplacian) goes on with the token that it finds there (`_token`). So the passes of all
+orders form one chain, and the last pass goes through it from its end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from layerwise.run.schedule.redistribute import Flight, TimedTransfer
 
 
 class Communication(NamedTuple):
-    """Something that communicates, as a function of this rank's part of a tensor (None: it has none), and its adjoint.
+    """A communication and its adjoint, as functions of this rank's part of a tensor (None: it has no part).
 
     adjoint: called once in every backward pass.
     """
@@ -34,15 +34,15 @@ class Communication(NamedTuple):
 
 
 def at_once(there: TimedTransfer, back: TimedTransfer) -> Communication:
-    """Returns the communication of a tensor that is sent and awaited at one place of the order."""
+    """Returns the communication of a tensor that is sent and awaited at the same place in the order."""
     return Communication(there, lambda: at_once(back, there))
 
 
 def issued_early(there: TimedTransfer, back: TimedTransfer) -> tuple[Communication, Communication]:
-    """Returns the communications of a tensor that leaves at one place of the order, and is awaited at a later one.
+    """Returns the two communications of a tensor that is sent at one place in the order and awaited at a later one.
 
-    The first makes no tensor, the second is given none. The way back begins where it was awaited, and ends where it
-    left.
+    The first returns no tensor; the second takes none. The backward transfer starts where the tensor was awaited and
+    ends where it was sent.
     """
     flights, arriving = list[Flight](), list[Communication]()
 
@@ -56,10 +56,10 @@ def issued_early(there: TimedTransfer, back: TimedTransfer) -> tuple[Communicati
 
 
 def begins(token: Tensor, parameters: Sequence[Tensor], at_end: Callable[[], None]) -> Tensor:
-    """Returns the order token, a leaf of autograd's. Back: a pass for some tensors only must not ask for parameters.
+    """Returns the order token, a leaf of autograd. A backward pass for some tensors only must not ask for parameters.
 
-    Working parameters stand in for these, so PyTorch would find no way to them, and give None, or nothing at all.
-    at_end: called when a backward pass has come by all that communicates; then it comes to the parameters.
+    Working parameters stand in for the parameters, so PyTorch would find no path to these and return None, or nothing.
+    at_end: called when a backward pass has passed every communication; the pass reaches the parameters after it.
     """
     result: Tensor = _Begins.apply(at_end, token, *parameters)  # type: ignore[no-untyped-call]
     return result
@@ -71,26 +71,28 @@ def ordered(
     at_backward: Callable[..., Sequence[Tensor] | None] | None = None,
     saved: Sequence[Tensor | None] = (),
 ) -> tuple[Tensor, ...]:
-    """Returns the token and the tensors; back, the token waits for the gradients of all these tensors.
+    """Returns the token and the tensors; in the backward pass the token waits for the gradients of all these tensors.
 
-    at_backward: called when the backward pass comes by, with what is `saved` until then, as what autograd saves is: a
-    backward pass frees it, and PyTorch refuses one after it was written to. What it returns is saved likewise by the
-    graph of that backward pass, where it is to be differentiated once more.
+    at_backward: called in the backward pass with what is `saved` until then, as autograd saves tensors: a backward pass
+    frees them, and PyTorch raises if they were written to. The graph of that backward pass saves what it returns in the
+    same way, if the pass is to be differentiated again.
     """
     result: tuple[Tensor, ...] = _Ordered.apply(at_backward, saved, False, token, *tensors)  # type: ignore[no-untyped-call]
     return result
 
 
 def communicated(token: Tensor, x: Tensor | None, way: Communication) -> tuple[Tensor, Tensor | None]:
-    """Returns the token, and what `way` makes of x. Back: what its adjoint makes of the gradient."""
+    """Returns the token and `way` of x. The backward pass applies its adjoint to the gradient."""
     result: tuple[Tensor, Tensor | None] = _Communicated.apply(token, x, way, False)  # type: ignore[no-untyped-call]
     return result
 
 
 def zeros_for(token: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-    """Returns the token. Back: parameters of which other ranks have all get a gradient of no elements, in their turn.
+    """Returns the token. In the backward pass, parameters that only other ranks hold get an empty gradient, in their
+    turn.
 
-    What a rank has computed and no rank reads gets zeros: it takes its part in what that layer sums over the ranks.
+    A part that this rank has computed and nobody reads gets zeros: the rank still takes part in the layer's sums over
+    ranks.
     """
     result: Tensor = _ZerosFor.apply(token, *tensors) if tensors else token  # type: ignore[no-untyped-call]
     return result
@@ -103,9 +105,9 @@ def ends(
     dtype: torch.dtype,
     begin: Callable[[Sequence[bool]], None],
 ) -> tuple[Tensor, ...]:
-    """Returns the outputs, of no elements and of type `dtype` where there are none. Back: gradients are scaled.
+    """Returns the outputs; a missing one is an empty tensor of type `dtype`. The backward pass scales the gradients.
 
-    begin: called when a backward pass comes by, with whether it has a gradient of each output.
+    begin: called when a backward pass arrives, with whether each output has a gradient.
     """
     present = (token.new_zeros(0, dtype=dtype) if out is None else out for out in outputs)
     result: tuple[Tensor, ...] = _Ends.apply(token, scales, begin, *present)  # type: ignore[no-untyped-call]
@@ -113,9 +115,10 @@ def ends(
 
 
 def _token(ctx: Any, token: Tensor | None) -> Tensor:
-    """Returns a pass's token at a function; where it begins there, another, or that of the pass whose graph it is in.
+    """Returns a pass's token at a function: where the pass begins, a new one, or the one of the pass whose graph it is
+    in.
 
-    The latter is an output of the function, so that whoever differentiates both passes comes by this one first.
+    The latter is an output of the function, so whoever differentiates both passes reaches this one first.
     """
     if token is not None:
         return token
@@ -132,11 +135,11 @@ class _Begins(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, token: Tensor | None) -> tuple[None, ...]:
-        if not torch._C._will_engine_execute_node(ctx.leaf):  # nobody asks for the token, but for some parameter
+        if not torch._C._will_engine_execute_node(ctx.leaf):  # a gradient of some parameter is wanted, not the token
             raise LayerwiseError(
-                "the gradient of parameters was asked for by torch.autograd.grad or by inputs= of backward(), which do "
-                "not find it where a plan runs layers one by one: call loss.backward(), which averages over the "
-                "ranks, and take its .grad"
+                "torch.autograd.grad or backward(inputs=...) asked for the gradient of parameters, which autograd "
+                "cannot find when a plan runs layers one by one: call loss.backward(), which averages over the ranks, "
+                "and read .grad"
             )
         ctx.at_end()
         nothing: tuple[None, ...] = (None,) * (2 + ctx.count)
@@ -162,7 +165,7 @@ class _Ordered(torch.autograd.Function):
     def backward(ctx: Any, token: Tensor | None, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = None if ctx.at_backward is None else ctx.at_backward(*ctx.saved_tensors)
         token = _token(ctx, token)
-        if torch.is_grad_enabled():  # to be differentiated once more, in the order of this pass
+        if torch.is_grad_enabled():  # this pass is to be differentiated again, in its order
             passed = _Ordered.apply(None, saved or (), True, token, *gradients)  # type: ignore[no-untyped-call]
             return None, None, None, *passed
         return None, None, None, token, *gradients
@@ -176,7 +179,7 @@ class _Communicated(torch.autograd.Function):
         ctx.way, ctx.has_input, ctx.in_backward = way, x is not None, in_backward
         ctx.set_materialize_grads(False)
         token = token.view_as(token)
-        if in_backward:  # a backward pass makes this, to be differentiated once more
+        if in_backward:  # a backward pass that is to be differentiated again calls this
             ctx.save_for_backward(token)
         return token, way.run(x)
 
@@ -212,7 +215,7 @@ class _Ends(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.scales, ctx.begin = scales, begin
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(token)  # so that PyTorch refuses a second backward pass here, alike on all ranks
+        ctx.save_for_backward(token)  # so that PyTorch refuses a second backward pass here, on all ranks alike
         clones = tuple(out.clone() for out in outputs)
         ctx.mark_non_differentiable(*(out for out in clones if not (out.is_floating_point() or out.is_complex())))
         return clones
@@ -228,9 +231,9 @@ class _Ends(torch.autograd.Function):
 
 
 def factors(graph: LayerGraph, part: float) -> list[float]:
-    """Returns, by output, what a rank's gradients are multiplied by to be those of the mean over the global batch.
+    """Returns, for each output, the factor that makes a rank's gradients those of the mean over the global batch.
 
-    part: the rank's part of the batch, over which its loss is a mean.
+    part: the fraction of the batch that this rank's loss averages over.
     """
     losses = [graph.losses.get(name) for name in graph.layers[-1].inputs]
     return [1.0 if loss == "sum" else part for loss in losses]
@@ -243,7 +246,7 @@ def sum_of_losses(loss: Tensor, comm: Comm) -> Tensor:
 
 
 class _SumOfLosses(torch.autograd.Function):
-    """The sum of a number over the ranks, of which every rank has the same gradient already."""
+    """The sum of a number over the ranks; every rank already has the same gradient of it."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, comm: Comm) -> Tensor:

@@ -1,4 +1,4 @@
-"""Buckets: gradients that travel together, as they lie in memory and go over the network; and shards in them."""
+"""Buckets: gradients that are sent together, their layout in memory, and the shards in them."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from layerwise.run.local_tensor import local_tensor
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
-    """The layout of one parameter on this rank, of which each of a group keeps a shard."""
+    """The layout of one parameter on this rank, when each rank of a group holds a shard of it."""
 
-    group: Group  # the ranks that compute with the same box of it
-    shape: tuple[int, ...]  # of that box
-    boxes: tuple[Box, ...]  # of it, what each of the group keeps
-    row: int  # elements that each part has in a row: those of the largest
-    gathered: str  # the layer while which computes only the box is there; empty: it is there all the time
+    group: Group  # the ranks that compute with the same box of the parameter
+    shape: tuple[int, ...]  # the shape of that box
+    boxes: tuple[Box, ...]  # within that box, the shard of each rank of the group
+    row: int  # elements of the largest shard: each shard's space in a slot
+    gathered: str  # the layer for which alone the box is gathered; empty: it is always there
 
     @property
     def dimension(self) -> int | None:
-        """Returns the dimension that is cut into equal shards in the group's order; None where there is none such."""
+        """Returns the dimension that is cut into equal shards in the group's order, or None."""
         first, last = self.boxes[0], self.boxes[-1]
         cut = next(k for k in range(len(self.shape)) if first.shape[k] < self.shape[k])
         size = first.shape[cut]
@@ -39,7 +39,7 @@ class ShardLayout:
 
 
 def shard_layout(computed: Each, sharding: Sharding, rank: int, *, gathered: str) -> ShardLayout:
-    """Returns the layout of a parameter with these boxes by rank. gathered: as ShardLayout has it."""
+    """Returns the layout of a parameter with these boxes by rank. gathered: see ShardLayout."""
     group, computed_box, owned = sharing(computed, rank), computed[rank], sharding.boxes.each
     assert computed_box is not None
     shards = [box for member in group if (box := owned[member]) is not None]
@@ -53,7 +53,7 @@ def shard_layout(computed: Each, sharding: Sharding, rank: int, *, gathered: str
 class BucketSlots:
     """The layout in a bucket of some parameters of one group: `members` slots of `size` elements.
 
-    A slot has a shard of every parameter, one after the other; behind a part that is not the largest is room.
+    A slot holds a shard of every parameter, one after the other; shards smaller than the largest are padded.
     """
 
     def __init__(self, names: Sequence[str], layouts: Mapping[str, ShardLayout]) -> None:
@@ -68,13 +68,13 @@ class BucketSlots:
         self._dimension = {name: layout.dimension for name, layout in self.layouts.items()}
 
     def shard(self, row: Tensor, name: str, member: int) -> Tensor:
-        """Returns one parameter's shard in the slot of a member."""
+        """Returns one parameter's shard in a member's slot."""
         shape = self.layouts[name].boxes[member].shape
         start = self._starts[name]
         return row[start : start + prod(shape)].view(shape)
 
     def pairs(self, slots: Tensor, name: str, full: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Returns one parameter's shards in all slots, each with the same elements of its box."""
+        """Returns one parameter's shards in all slots, each paired with the same elements of its box."""
         layout, cut = self.layouts[name], self._dimension[name]
         if cut is None:
             return [(self.shard(slots[i], name, i), full[box.slices()]) for i, box in enumerate(layout.boxes)]
@@ -84,42 +84,44 @@ class BucketSlots:
         return [(there, split.movedim(cut, 0))]
 
     def new(self, like: Tensor, *, slots: int | None = None) -> Tensor:
-        """Returns memory for all slots, or for one of a member (slots=1)."""
+        """Returns memory for all slots, or for one member's (slots=1)."""
         shape = (self.size,) if slots == 1 else (self.members, self.size)
         return torch.empty(shape, dtype=like.dtype, device=like.device)
 
 
 @dataclass(slots=True)
 class GradientBucket:
-    """Parameters whose gradients travel together. Its memory is that of one backward pass, and then the gradients'."""
+    """Parameters whose gradients are sent together. The memory belongs to one backward pass, then to the gradients."""
 
     group: Group  # the ranks that sum them
     names: list[str]
-    slots: BucketSlots | None = None  # where each rank keeps a part of them: it gets the sum of that only
-    flat: Tensor | None = None  # their gradients, one after another; made at the first
-    views: dict[str, Tensor] = field(default_factory=dict)  # the place of each in it, where it is summed in full
-    local: Tensor | None = None  # this rank's row of the sum
-    missing: set[str] = field(default_factory=set)  # names whose gradient this pass has not made yet
-    sent: bool = False  # whether this pass has begun to sum it, or will not
+    slots: BucketSlots | None = None  # set if each rank holds a shard of them and receives the sum of that only
+    flat: Tensor | None = None  # their gradients, one after another; allocated with the first
+    views: dict[str, Tensor] = field(default_factory=dict)  # each gradient's place in it, if summed in full
+    local: Tensor | None = None  # this rank's slot of the sum
+    missing: set[str] = field(default_factory=set)  # names whose gradient this pass has not computed yet
+    sent: bool = False  # whether this pass has begun the sum, or will not
     handle: Handle | None = None  # the sum under way
 
     @property
     def gathered(self) -> bool:
-        """True if this rank has room for a part of its parameters only, also while gradients are made."""
+        """True if this rank has room for a shard of its parameters only, even while gradients are computed."""
         return self.slots is not None and bool(self.slots.layouts[self.names[0]].gathered)
 
     def begin_pass(self, trained: set[str], *, summed: bool) -> None:
-        """Begins a backward pass. trained: names whose gradients it may make; summed: whether it is to be sent."""
-        self.end()  # of a pass that was ended by an error
+        """Begins a backward pass. trained: names that may get a gradient in it; summed: whether the bucket is to be
+        sent.
+        """
+        self.end()  # a pass that an error has ended
         self.give_up()
         self.missing, self.sent = trained if summed else set(), not summed
 
     def give_up(self) -> None:
-        """Gives up its memory, which the gradients have that were handed out of it."""
+        """Releases its memory to the gradients that were handed out of it."""
         self.flat, self.views, self.local = None, {}, None
 
     def place(self, name: str, parameters: Mapping[str, nn.Parameter]) -> Tensor:
-        """Returns the place of one that is summed in full, to be written to."""
+        """Returns the place to write the gradient of a parameter that is summed in full."""
         if self.flat is None:
             parts = [local_tensor(parameters[each]) for each in self.names]
             self.flat = torch.empty(sum(p.numel() for p in parts), dtype=parts[0].dtype, device=parts[0].device)
@@ -127,7 +129,7 @@ class GradientBucket:
         return self.views[name]
 
     def begin(self, comm: Comm, what: str, parameters: Mapping[str, nn.Parameter], written: Collection[str]) -> Handle:
-        """Starts the sum, with zeros for all but the `written`."""
+        """Starts the sum, with zeros for all parameters but the `written`."""
         self.sent = True
         for name in [name for name in self.names if name not in written]:
             if self.slots is None:
@@ -139,13 +141,13 @@ class GradientBucket:
             self.handle = comm.all_reduce(self.flat, self.group, "sync", what)
         else:
             self.local = self.slots.new(self.flat, slots=1)
-            # Where parameters are gathered, in one order with that: so it may be awaited in the backward pass.
+            # Gathers keep the same order, so this may be awaited in the backward pass.
             stream: TrafficKind = "gathers" if self.gathered else "sync"
             self.handle = comm.reduce_scatter(self.local, self.flat, self.group, "sync", what, stream)
         return self.handle
 
     def end(self) -> None:
-        """Waits for the sum, where it is under way. What other ranks keep is given up."""
+        """Waits for the sum, if one is under way, and drops the other ranks' shards."""
         if self.handle is not None:
             self.handle.wait()
             self.handle = None
@@ -153,7 +155,7 @@ class GradientBucket:
             self.flat = None
 
     def put(self, name: str, gradient: Tensor, scale: float) -> None:
-        """Writes the gradient of a parameter of which each rank keeps a shard, times `scale`."""
+        """Writes `scale` times the gradient of a parameter that is cut into shards."""
         assert self.slots is not None
         if self.flat is None:
             self.flat = self.slots.new(gradient)
@@ -177,5 +179,5 @@ class GradientBucket:
 
 
 def ready(buckets: Iterable[GradientBucket]) -> Iterator[GradientBucket]:
-    """Yields the buckets to send now: full ones, behind nothing that is not."""
+    """Yields the buckets to send now: the full ones that no unfinished bucket precedes."""
     return (bucket for bucket in takewhile(lambda one: not one.missing, buckets) if not bucket.sent)

@@ -1,8 +1,8 @@
-"""Executor: a rank's forward pass, by the instructions of the program, as one graph of autograd's.
+"""Executor: a rank's forward pass, by the instructions of the program, as one autograd graph.
 
-Every rank goes through all instructions, also of layers that it has no part of: one order of communication, on all
-ranks. What communicates takes the order token along (see `run.execute.autograd`), so the backward pass keeps that
-order, reversed.
+Every rank goes through all instructions, including those of layers that it has no part of, so all ranks communicate in
+the same order. Communication passes the order token on (see `run.execute.autograd`), so the backward pass has that
+order reversed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Steps = list[tuple[str, list[Instruction]]]  # by layer
 
 
 class Executor:
-    """The interpreter of one rank's schedule. constants: this rank's boxes of parameters that the module has not."""
+    """The interpreter of one rank's schedule. constants: this rank's boxes of parameters that the module lacks."""
 
     def __init__(self, schedule: Schedule, constants: Mapping[str, Tensor]) -> None:
         self.schedule, self.constants = schedule, constants
@@ -46,12 +46,12 @@ class Executor:
         for layer in self.schedule.graph.layers:
             if any(stage.op.draws_always for stage in layer.stages):
                 raise LayerwiseError(
-                    f"layer {layer.name!r} draws random numbers that are not compiled: leave compile= out"
+                    f"layer {layer.name!r} draws random numbers in a way that cannot be compiled: leave compile= out"
                 )
         self._compiled = CompiledSegments(self.schedule, settings)
 
     def forward(self, run: Pass, fed: Mapping[str, Tensor]) -> list[Tensor | None]:
-        """Returns this rank's boxes of the outputs, from those of the inputs (constants are in `fed`)."""
+        """Returns this rank's boxes of the outputs from those of the inputs (`fed`, constants included)."""
         return _Forward(self, run, fed).outputs()
 
     def steps(self, run: Pass) -> Steps:
@@ -64,7 +64,7 @@ class Executor:
         return self._steps[kind]
 
     def segments(self, run: Pass) -> Mapping[str, CompiledSegment]:
-        """Returns the compiled segment that each layer is in, by name."""
+        """Returns the compiled segment that contains each layer, by layer name."""
         return {} if self._compiled is None else self._compiled.by_layer(training=run.training)
 
 
@@ -75,14 +75,15 @@ class _Forward:
         self.executor, self.run, self.fed = executor, run, fed
         self.schedule, self.layers = executor.schedule, executor.layers
         self.values = dict[str, Tensor | None]()  # by layer: this rank's box of its output, until its last reader
-        self.types = dict[str, torch.dtype]()  # of what each layer makes
-        self.received = dict[int, Tensor | None]()  # the inputs of the layer that comes next, by slot
-        self.issued = dict[tuple[str, int], Communication]()  # that are to be awaited, by layer and slot
-        self.saved = dict[str, SavedOutput]()  # by layers, until their output is kept in what a reader receives
+        self.types = dict[str, torch.dtype]()  # element types of the layers' outputs
+        self.received = dict[int, Tensor | None]()  # the inputs of the next layer, by slot
+        self.issued = dict[tuple[str, int], Communication]()  # to be awaited, by layer and slot
+        self.saved = dict[str, SavedOutput]()  # by layer, until its output is saved in what a reader receives
         self.segments = executor.segments(run)
-        self.blocks = dict[str, Block]()  # by the name of their last layer, until it has been computed
-        self.block_of = dict[str, Block]()  # of recomputed layers
-        self.gathered: str | None = None  # the layer whose parameters come before the next one's in the backward pass
+        self.blocks = dict[str, Block]()  # by the name of their last layer, until that is computed
+        self.block_of = dict[str, Block]()  # the block of each recomputed layer
+        # the layer whose parameters are gathered before the next one's, in the backward pass
+        self.gathered: str | None = None
         self.does: dict[type[Instruction], Callable[..., None]] = {
             AllGather: self.gather,
             Arrive: self.arrive,
@@ -93,11 +94,11 @@ class _Forward:
             Keep: self.keep,
             Compute: self.compute,
             Free: self.free,
-            Output: lambda _: None,  # what has been received
+            Output: lambda _: None,  # the received inputs are the outputs
         }
 
     def outputs(self) -> list[Tensor | None]:
-        """Goes through the pass, and returns what the sink receives."""
+        """Runs the pass and returns what the sink receives."""
         for name, instructions in self.executor.steps(self.run):
             self.run.comm.at(self.run.number, name)
             for instruction in instructions:
@@ -106,7 +107,7 @@ class _Forward:
                 self.blocks.pop(name).end(self.values, self.types)
         return [self.received[slot] for slot in range(len(self.received))]
 
-    # ---- parameters that are full while their layer computes only ----
+    # ---- parameters that are full only while their layer computes ----
 
     def gather(self, instruction: AllGather) -> None:
         if instruction.what in self.run.gathers:
@@ -117,9 +118,9 @@ class _Forward:
             self.run.gathers[instruction.layer].finish()
 
     def release(self, instruction: Release) -> None:
-        """Frees a layer's parameters. Back, they are gathered once more before the layer is differentiated.
+        """Frees a layer's parameters. The backward pass gathers them again before it differentiates the layer.
 
-        A rank without a part of the layer passes the turn on: the ranks gather in one order, each when its turn comes.
+        A rank without a part of the layer passes its turn on: the ranks gather in one order.
         """
         run, name = self.run, instruction.layer
         if run.differentiate and self.layers[name].backward:
@@ -148,7 +149,7 @@ class _Forward:
         scheduled, slot = self.layers[instruction.layer], instruction.slot
         edge = scheduled.edges[slot]
         if scheduled.layer.name in self.segments and not edge.travels:
-            self.received[slot] = None  # a segment takes its part itself
+            self.received[slot] = None  # a compiled segment slices it itself
         elif edge.stays:
             self.received[slot] = self.values[edge.source]
         else:
@@ -161,7 +162,7 @@ class _Forward:
             self.saved.pop(edge.source).move(edge, x)
 
     def _communicate(self, edge: ScheduledEdge, x: Tensor | None, way: Communication) -> Tensor | None:
-        """Returns what it makes of x, in its turn; back, it has its turn where a gradient comes back."""
+        """Returns `way` of x, in its turn. If a gradient comes back, the backward pass takes a turn too."""
         if not (self.run.differentiate and edge.backward):
             with torch.no_grad():
                 return way.run(x)
@@ -169,18 +170,19 @@ class _Forward:
         return result
 
     def _redistribute(self, edge: ScheduledEdge) -> Tensor | None:
-        """Returns the box of a layer's output that this rank needs for another one."""
+        """Returns the box of a layer's output that this rank needs for another layer."""
         run, x = self.run, self.values[edge.source]
-        full = edge.redistribution.kind == "io"  # every rank has all of it, and computes the same of it
+        full = edge.redistribution.kind == "io"  # every rank has all of it, and computes the same from it
         if not (edge.travels or full):
             part = edge.redistribution.kept(x, self.run.empty(self.types[edge.source]))
             if part is not None and not part.numel() and run.differentiate and edge.backward and not part.requires_grad:
-                part.requires_grad_()  # of nothing: yet the layer sums its statistics' gradients on all ranks
+                # it depends on nothing that is trained, yet all ranks sum the gradients of the layer's statistics
+                part.requires_grad_()
             return part
         return self._communicate(edge, x, at_once(*self._ways(edge, alike=full)))
 
     def _ways(self, edge: ScheduledEdge, *, alike: bool = False) -> tuple[TimedTransfer, TimedTransfer]:
-        """Returns the ways there and back. alike: nothing is added up, as all ranks have the same gradient."""
+        """Returns the forward and backward transfers. alike: all ranks have the same gradient; nothing is summed."""
         like, way = self.run.empty(self.types[edge.source]), edge.redistribution
         run, name = self.run, f"{edge.what} (backward)"
 
@@ -213,7 +215,7 @@ class _Forward:
         if run.differentiate and scheduled.backward:
             run.token = zeros_for(run.token, [run.parameters[p] for p in scheduled.elsewhere])
         if segment is not None:
-            if segment.first is scheduled:  # which computes all of it
+            if segment.first is scheduled:  # computes all layers of the segment
                 self._segment(segment, received)
         else:
             out = self.values[name] = self._layer(scheduled, received)
@@ -223,10 +225,10 @@ class _Forward:
             run.token = zeros_for(run.token, [unread])
 
     def free(self, instruction: Free) -> None:
-        self.values.pop(instruction.value, None)  # none within a compiled segment
+        self.values.pop(instruction.value, None)  # a value within a compiled segment is not stored
 
     def _layer(self, scheduled: ScheduledLayer, received: Sequence[Tensor | None]) -> Tensor | None:
-        """Returns this rank's box of a layer's output; None where it has no part of it."""
+        """Returns this rank's box of a layer's output; None if it has no part of it."""
         run, name, work, parameters = self.run, scheduled.layer.name, scheduled.work, scheduled.parameters
         if scheduled.layer.role is not Role.COMPUTE:
             return self._source(scheduled)
@@ -237,7 +239,7 @@ class _Forward:
         tensors = [*received[:count], *(next(tied) if p is None else run.parameters[p] for p in parameters)]
         compute: LayerKernel = partial(run.layer, scheduled)
         if name in run.gathers and backward:
-            # So all ranks begin to sum the gradients of these before they come to the next layer.
+            # So all ranks begin to sum these gradients before they reach the next layer.
             run.order(tensors, [count + i for i, p in enumerate(parameters) if p in run.gathers[name].names])
         if name in self.schedule.within and backward:
             self.saved[name] = SavedOutput()
@@ -254,21 +256,21 @@ class _Forward:
         return out
 
     def _source(self, scheduled: ScheduledLayer) -> Tensor | None:
-        """Returns this rank's part of what is not computed: a tied parameter, an input, a constant."""
+        """Returns this rank's part of a value that is not computed: a tied parameter, an input or a constant."""
         name = scheduled.layer.name
         if scheduled.layer.role is Role.TIED:
             return None if scheduled.elsewhere else self.run.parameters[name]
         return self.fed.get(name)
 
     def _segment(self, segment: CompiledSegment, received: Sequence[Tensor | None]) -> None:
-        """Computes the outputs of a segment, of whose first layer the inputs were received."""
+        """Computes the outputs of a segment; the inputs of its first layer have been received."""
         run, inputs = self.run, list[Tensor | None]()
         for source, slot in segment.inputs:
             if slot is not None:
                 inputs.append(received[slot])
             elif source in self.values:
                 inputs.append(self.values[source])
-            else:  # it comes between the segment's layers
+            else:  # it is passed between the segment's layers
                 inputs.append(self._source(self.layers[source]))
         count, seeds = len(inputs), segment.seeds(run.seed, run.options.device)
 

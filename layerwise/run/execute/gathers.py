@@ -1,9 +1,8 @@
-"""Gathers: parameters of which each rank keeps a shard, full for the layers that compute with them.
+"""Gathers: parameters of which each rank holds a shard, full for the layers that compute with them.
 
-Layers compute with a working parameter, a leaf of autograd's, of the box that the plan says. It is filled in every
-forward pass: from the beginning, beside what is computed ("sharded"), or just before its layer ("gathered"). Then its
-memory goes after the layer, and it is gathered once more before the layer's backward pass. All ranks gather in one
-order.
+A layer computes with a working parameter, an autograd leaf of the box that the plan says. Every forward pass fills it:
+at its beginning, overlapped with computation ("sharded"), or just before its layer ("gathered"). In the second case the
+memory is freed after the layer, and gathered again before the layer's backward pass. All ranks gather in one order.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from layerwise.run.local_tensor import Version, local_tensor, version
 
 
 class ParameterGather:
-    """A gather of some parameters of one group. working: the parameters that are filled, by name."""
+    """The all-gather of some parameters of one group. working: the parameters to fill, by name."""
 
     def __init__(
         self, slots: BucketSlots, parameters: Mapping[str, nn.Parameter], working: Mapping[str, Tensor], comm: Comm
@@ -32,7 +31,8 @@ class ParameterGather:
         self._parameters = {name: parameters[name] for name in self.names}
         self.working = {name: working[name] for name in self.names}
         self._member, self._what = slots.group.index(comm.rank), f"gather of {self.names[0]}"
-        self._versions: Mapping[str, Version] = {}  # what the working parameters were last filled with
+        # the shards' versions that the working parameters were last filled with
+        self._versions: Mapping[str, Version] = {}
         self._flight: tuple[Handle, Tensor] | None = None
 
     def begin(self) -> None:
@@ -46,7 +46,7 @@ class ParameterGather:
             self._flight = self._comm.all_gather(out, shards, self._slots.group, "gathers", self._what), out
 
     def finish(self) -> None:
-        """Waits, and fills the working parameters. Autograd hears of that only where values may be others."""
+        """Waits, and fills the working parameters. Autograd is told only if the values may differ."""
         if self._flight is None:
             return
         (handle, out), self._flight = self._flight, None
@@ -55,18 +55,18 @@ class ParameterGather:
             now = {name: version(p) for name, p in self._parameters.items()}
             for name, working in self.working.items():
                 same = self._versions.get(name) == now[name]
-                full = working.data if same else working.detach()  # the former has a counter of writes of its own
+                full = working.data if same else working.detach()  # `.data` has a version counter of its own
                 for there, part in self._slots.pairs(out, name, full):
                     part.copy_(there)
             self._versions = now
 
     def check(self) -> None:
-        """LayerwiseError where this rank's shard of a parameter was written to since it was gathered."""
+        """Raises LayerwiseError if this rank's shard of a parameter was written to after it was gathered."""
         check_unwritten(self._parameters, self._versions)
 
 
 class LayerGathers:
-    """The gathers of one layer, whose parameters are full while it computes only, one a group of ranks."""
+    """The gathers of one layer whose parameters are full only while it computes: one for each group of ranks."""
 
     def __init__(self, gathers: Sequence[ParameterGather]) -> None:
         self._gathers = gathers
@@ -74,7 +74,7 @@ class LayerGathers:
         self.names = tuple(self._working)
         self._sizes = {name: working.untyped_storage().nbytes() for name, working in self._working.items()}
         self._begun = False
-        self._marks: list[TensorWeakRef] = []  # that graphs hold
+        self._marks: list[TensorWeakRef] = []  # held by graphs
         self.drop()
 
     def begin(self) -> None:
@@ -96,14 +96,14 @@ class LayerGathers:
     def finish_once_more(self) -> None:
         """Waits until the layer may be differentiated, or recomputed.
 
-        LayerwiseError where parameters are others than in the forward pass.
+        Raises LayerwiseError if parameters differ from those of the forward pass.
         """
         for gather in self._gathers:
             gather.check()
         self.finish()
 
     def mark(self) -> Tensor:
-        """Returns a tensor; a graph that holds it reads the parameters without a gather: their memory stays."""
+        """Returns a tensor. A graph that holds it reads the parameters without a gather, so their memory stays."""
         mark = torch.empty(0)
         self._marks = [*self._living(), TensorWeakRef(mark)]
         return mark
@@ -112,17 +112,17 @@ class LayerGathers:
         return [mark for mark in self._marks if mark() is not None]
 
     def give_up(self) -> None:
-        """Drops all before a forward pass, as something may be under way of one that an error has ended."""
+        """Drops everything before a forward pass, as gathers of a pass that failed may be under way."""
         self._begun = False
         self.drop()
 
     def drop(self, out: Tensor | None = None) -> None:
-        """Frees the memory of the parameters, but for those that `out`, the layer's output, lies in."""
+        """Frees the memory of the parameters, except those that `out`, the layer's output, is a view of."""
         for name in self._working:
             self.drop_one(name, out)
 
     def drop_one(self, name: str, out: Tensor | None = None) -> None:
-        """Frees the memory of one parameter, unless something reads it still."""
+        """Frees the memory of one parameter, unless something still reads it."""
         storage = self._working[name].untyped_storage()
         within = out is not None and out.untyped_storage()._cdata == storage._cdata
         if not (self._begun or within or self._living()):
@@ -130,7 +130,7 @@ class LayerGathers:
 
 
 class GatheredParameters(Mapping[str, Tensor]):
-    """The tensors that layers compute with, by name. One that is being gathered is waited for."""
+    """The tensors that layers compute with, by name. Reading one waits for its gather."""
 
     def __init__(self, tensors: Mapping[str, Tensor], gathers: Sequence[ParameterGather]) -> None:
         self._tensors = tensors
@@ -149,13 +149,13 @@ class GatheredParameters(Mapping[str, Tensor]):
         return len(self._tensors)
 
     def finish(self) -> None:
-        """Waits for all that nobody has asked for yet."""
+        """Waits for all gathers that nobody has asked for yet."""
         for name in list(self._coming):
             self[name]
 
 
 class Gathers:
-    """All gathers of a rank. of_layers: by name, of what is full only while a layer computes, in their order."""
+    """All gathers of a rank. of_layers: by layer, of parameters full only while it computes, in layer order."""
 
     def __init__(
         self,
@@ -182,7 +182,7 @@ class Gathers:
                 self._of |= dict.fromkeys(gathers.names, gathers)
 
     def begin(self, tensors: Mapping[str, Tensor]) -> GatheredParameters:
-        """Starts a forward pass's gathers. Returns what layers compute with, `tensors`, by name."""
+        """Starts a forward pass's gathers. Returns the tensors that layers compute with, by name."""
         for gathers in self.of_layers.values():
             gathers.give_up()
         for gather in self._lasting:
@@ -190,7 +190,7 @@ class Gathers:
         return GatheredParameters(tensors, self._lasting)
 
     def made(self, name: str) -> None:
-        """Frees a parameter that has its gradient, so that nobody needs its values any more."""
+        """Frees a parameter once it has its gradient, as nobody needs its values any more."""
         if name in self._of:
             self._of[name].drop_one(name)
 
@@ -201,9 +201,9 @@ class Gathers:
 
 
 def gather_once_more(gathers: Mapping[str, LayerGathers], name: str, before: str | None) -> Sequence[Tensor]:
-    """Gathers a layer's parameters before it is differentiated, and issues those of the layer that comes next.
+    """Gathers a layer's parameters before it is differentiated, and starts gathering the next layer's.
 
-    Returns what the graph of this backward pass holds, if there is one: the layer is differentiated once more by it.
+    Returns what this backward pass's graph must hold, if there is one: differentiating the layer again reads it.
     """
     own = gathers.get(name)
     if own is not None:

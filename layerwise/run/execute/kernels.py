@@ -1,4 +1,4 @@
-"""Pass: a forward pass, which runs kernels in their autocast, their span and their turn in the backward pass."""
+"""Pass: a forward pass, which runs each kernel in its autocast, its trace span and its turn in the backward pass."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from layerwise.trace import NOTHING, Spans
 
 @dataclass(slots=True)
 class Pass:
-    """A forward pass. Functions of autograd's graph refer to it, so it must not refer to the graph once it is over."""
+    """A forward pass. Autograd functions in its graph refer to it, so it must not refer to the graph afterwards."""
 
-    parameters: Mapping[str, Any]  # this rank's boxes by name, buffers among them
+    parameters: Mapping[str, Any]  # this rank's boxes by name, buffers included
     training: bool
     seed: int  # of this step's random numbers
-    number: int  # the step's, for error messages
-    token: Tensor  # the order token; it requires a gradient where there may be a backward pass
+    number: int  # the step's number, for error messages
+    token: Tensor  # the order token; it requires a gradient if a backward pass may follow
     comm: Comm
     options: RuntimeOptions
     spans: Spans
-    # Layers whose parameters are full while they compute only, by name, in their order.
+    # Layers whose parameters are full only while they compute, by name, in their order.
     gathers: Mapping[str, LayerGathers]
     _empty: dict[torch.dtype, Tensor] = field(default_factory=dict)
 
@@ -47,7 +47,9 @@ class Pass:
         places: Iterable[int],
         at_backward: Callable[..., Sequence[Tensor] | None] | None = None,
     ) -> None:
-        """Has the token wait, back, for the gradients of these of `tensors`, which are replaced in the list."""
+        """Makes the token wait, in the backward pass, for the gradients of these `tensors`, which it replaces in the
+        list.
+        """
         chosen = {i: x for i in places if (x := tensors[i]) is not None and x.requires_grad}
         self.token, *marked = ordered(self.token, *chosen.values(), at_backward=at_backward)
         for i, x in zip(chosen, marked, strict=True):
@@ -76,7 +78,7 @@ class Pass:
                 return out if scheduled.dtype is None or out.dtype == scheduled.dtype else out.to(scheduled.dtype)
         except LayerwiseError as error:
             raise type(error)(f"layer {scheduled.layer.name!r}: {error}") from None
-        except ValueError as error:  # PyTorch's own, such as batch norm of one value a channel
+        except ValueError as error:  # raised by PyTorch, such as batch norm of one value a channel
             raise LayerwiseError(f"layer {scheduled.layer.name!r}: {error}") from error
 
     def in_turn(
@@ -88,9 +90,10 @@ class Pass:
         backward: bool,
         communicates: bool = False,
     ) -> list[Tensor | None]:
-        """Returns what `compute` makes of `tensors`. backward: whether a backward pass may come to it.
+        """Returns `compute` of `tensors`. backward: whether a backward pass may reach it.
 
-        Back, what communicates has its turn; in a trace all has, so that a span ends when all its gradients are made.
+        In the backward pass, communication takes its turn; in a trace everything does, so that a span ends when all its
+        gradients are computed.
         """
         span = self.spans.span(name, "compute")
         if not (self.differentiate and backward):
@@ -103,7 +106,7 @@ class Pass:
         wanted = [i for i, x in enumerate(tensors) if x is not None and x.requires_grad]
         if traced:
             self.order(tensors, wanted, partial(self._end_span, begun))
-        else:  # its backward pass ends with whichever gradient it makes
+        else:  # its backward pass ends with whichever gradient it computes last
             self.order(tensors, wanted[:1])
         with span:
             outputs = compute(tensors)
@@ -117,7 +120,7 @@ class Pass:
         there = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         if wanted == there:
             return NOTHING
-        # The cache is that of the autocast around, and does not say to which type it has cast.
+        # The cache belongs to the surrounding autocast, and does not know to which type it has cast.
         return torch.autocast(kind, wanted, enabled=wanted is not None, cache_enabled=False)
 
     def _begin_span(self, name: str, begun: list[int]) -> None:
@@ -134,5 +137,5 @@ LayerKernel = Callable[[Sequence[Tensor | None], Sequence[Tensor | None]], Tenso
 
 
 def all_there(tensors: Sequence[Tensor | None]) -> Sequence[Tensor]:
-    """Returns the tensors, none of which is missing where a rank computes a layer."""
+    """Returns the tensors, asserting that none is missing: the rank computes the layer."""
     return cast("Sequence[Tensor]", tensors)

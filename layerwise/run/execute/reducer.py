@@ -1,9 +1,9 @@
-"""GradientReducer: ranks that hold the same box of a parameter sum its gradients, in buckets, beside the backward pass.
+"""GradientReducer: ranks that hold the same box of a parameter sum its gradients, in buckets, during the backward pass.
 
-As DistributedDataParallel does it: gradients are views of flat buckets, filled in the order in which the backward pass
-makes them; a full bucket is all-reduced while the pass goes on. What is summed is scaled to a mean as it is copied in.
-Within `no_sync()` a rank adds up what the gradient would be if all of its group had the same; the next sum outside
-takes the mean of it, which leaves alone what is the same on all ranks already.
+It works like DistributedDataParallel: gradients are views of flat buckets, filled in the order in which the backward
+pass computes them; a full bucket is all-reduced while the pass goes on. Gradients are scaled to a mean as they are
+copied in. Within `no_sync()` a rank accumulates the gradient as if all ranks of its group had the same; the next sum
+outside takes the mean, which does not change what is already equal on all ranks.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from layerwise.run.local_tensor import is_dtensor, like, local_tensor
 from layerwise.trace import Trace
 
 NONE: Mapping[str, ShardLayout] = MappingProxyType({})
-BITS = 62  # of a number that ranks tell each other
-WAITING = "waiting for gradients"  # in a trace: the part of the sums that no work of the backward pass hides
+BITS = 62  # bits in a number that ranks tell each other
+WAITING = "waiting for gradients"  # trace span: the part of the sums that the backward pass does not hide
 
 
 class GradientReducer:
-    """The gradients of one rank's parameters. `order`: as the backward pass makes them; `groups`: who shares each.
+    """The gradients of one rank's parameters. `order`: that of the backward pass; `groups`: the ranks that share each.
 
-    shared_by: the groups of all ranks, where those elsewhere may differ: gradients travel together where these are
-    equal, as the program of the step has it. scale: what every gradient is multiplied by. layouts: of those that their
-    group shares out. bucket_bytes: at which a bucket is full. waiting: whether there are gradients of passes within
-    no_sync() that are yet to be summed. asks: whether the ranks tell each other at the end of a pass which gradients
-    they have made: of the first pass, and from the one on in which some rank has missed one. missed: whether this rank
-    has. report: what it tells the others of its last pass, in the next forward pass.
+    shared_by: the groups of all ranks, if other ranks' may differ; gradients are sent together if these are equal, as
+    in the step's program. scale: the factor for every gradient. layouts: of parameters cut into shards. bucket_bytes:
+    the size at which a bucket is full. waiting: whether gradients of passes within no_sync() are still to be summed.
+    asks: whether the ranks tell each other, at the end of a pass, which gradients they have computed: after the first
+    pass, and from the first pass in which some rank missed one. missed: whether this rank missed one. report: what it
+    tells the others about its last pass, in the next forward pass.
     """
 
     def __init__(
@@ -72,18 +72,19 @@ class GradientReducer:
             self.of |= dict.fromkeys(names, self.buckets[-1])
 
     def hear(self, reports: Sequence[int]) -> None:
-        """Takes the ranks' reports of their last pass. LayerwiseError where they went on with unlike gradients."""
+        """Takes the ranks' reports of their last pass. Raises LayerwiseError if their gradients differed."""
         self.asks = any(report & 1 for report in reports)
         if len({report >> 1 for report in reports}) > 1:
             raise LayerwiseError(
-                "in the last backward pass some ranks had gradients of zeros where others had none, and went on with "
-                "unlike parameters: call the model and backward alike on all ranks, and train from the last checkpoint"
+                "in the last backward pass some ranks had zero gradients where others had none, so their parameters "
+                "now differ: call the model and backward in the same way on all ranks, and resume from the last "
+                "checkpoint"
             )
 
     def note_pass(self, made: Set[str]) -> None:
-        """Makes the report of a pass that has summed all gradients: whether one was ever missed, and who has none.
+        """Makes the report of a pass that has summed all gradients: whether one was ever missed, and which are None.
 
-        made: names of parameters that have one of this pass.
+        made: names of parameters that have a gradient of this pass.
         """
         trained = [(name, self.parameters[name]) for name in self._order if name not in made]
         left = [name for name, p in trained if p.grad is None and p.requires_grad]
@@ -101,35 +102,35 @@ class GradientReducer:
 class Gradients:
     """One backward pass's gradients, from the first to `finish`.
 
-    Buckets leave in their order, on every rank, whatever order autograd makes the gradients in. What parameters had in
-    `.grad` before is put aside, so that what autograd puts there meanwhile, of a weight penalty, is told apart.
+    Buckets are sent in the same order on every rank, whatever order autograd computes the gradients in. The `.grad` of
+    before is put aside, so that what autograd adds there meanwhile, as for a weight penalty, can be told apart.
     """
 
     def __init__(self, reducer: GradientReducer, comm: Comm, *, synchronise: bool, trace: Trace | None = None) -> None:
         self.reducer, self.comm, self.synchronise, self.trace = reducer, comm, synchronise, trace
         self.before: dict[str, Tensor] = {}
-        self.local: dict[str, Tensor] = {}  # that are not summed, or not yet
-        self.made: set[str] = set()  # of which parameters there is one
+        self.local: dict[str, Tensor] = {}  # not summed, or not yet
+        self.made: set[str] = set()  # parameters that have a gradient
         self.trained = {name for name, p in reducer.parameters.items() if p.requires_grad}
-        # Whose gradient is zeros because no rank's loss depends on them: they are to have none.
+        # Parameters whose gradient is zero because no rank's loss depends on them: they are to have none.
         self.no_gradient: frozenset[str] = frozenset()
-        self.elsewhere: set[str] = set()  # whose gradient other ranks have, and this one none of it
-        self.begun = False  # whether it has come to what all ranks sum, also where this one has nothing to add
-        for name, p in reducer.parameters.items() if comm.size > 1 else ():  # else autograd adds to .grad itself
+        self.elsewhere: set[str] = set()  # parameters whose gradient only other ranks compute
+        self.begun = False  # whether the pass has reached what all ranks sum, even if this rank adds nothing
+        for name, p in reducer.parameters.items() if comm.size > 1 else ():  # on one rank autograd adds to .grad itself
             if p.grad is not None:
                 self.before[name], p.grad = p.grad, None
         for bucket in reducer.buckets:
             trained = self.trained.intersection(bucket.names)
-            # Also of what is frozen since it was trained within no_sync().
+            # True also for parameters frozen since they were trained within no_sync().
             summed = bool(trained) or reducer.waiting
             bucket.begin_pass(trained, summed=summed and self._sums(bucket))
 
     def _sums(self, bucket: GradientBucket) -> bool:
-        """True if this pass sums a bucket: also within no_sync() where this rank has no room for all of a gradient."""
+        """True if this pass sums a bucket: within no_sync() only if this rank has no room for the full gradient."""
         return self.synchronise or bucket.slots is not None
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """Adds the gradient of one parameter; its bucket is sent when nothing is missing in it and in those before."""
+        """Adds the gradient of one parameter; its bucket is sent once it and all buckets before it are full."""
         reducer = self.reducer
         if name not in self.trained:  # frozen after loading
             return
@@ -149,7 +150,7 @@ class Gradients:
         self._send_full()
 
     def absent(self, name: str) -> None:
-        """Notes that other ranks make the gradient of this parameter, if any does."""
+        """Notes that other ranks compute the gradient of this parameter, if any does."""
         if name not in self.trained:
             return
         self.begun, bucket = True, self.reducer.of.get(name)
@@ -164,8 +165,8 @@ class Gradients:
         going = self.reducer.buckets
         for bucket in ready(bucket for bucket in going if not bucket.gathered):
             self._send(bucket)
-        # Those of one layer each leave in the order of the layers. So every rank begins each of them before it goes on
-        # to the next layer's, and can wait for the one before: no more than two are there at a time.
+        # Buckets of one layer each are sent in the order of the layers. So every rank begins each before it goes on to
+        # the next layer's, and can wait for the one before: at most two exist at a time.
         of_layers = [bucket for bucket in going if bucket.gathered]
         for bucket in ready(of_layers):
             for earlier in of_layers:
@@ -185,7 +186,7 @@ class Gradients:
             handle.when_done(partial(trace.end, begun))
 
     def finish(self) -> None:
-        """Waits for the sums, and gives every parameter its gradient. Where nothing was made it leaves all as it is."""
+        """Waits for the sums, and gives every parameter its gradient. Changes nothing if the pass computed none."""
         reducer = self.reducer
         telling = self._tell() if reducer.asks and self.comm.size > 1 else None
         begun = bool(self.begun or self.made or (telling is not None and telling()))
@@ -214,7 +215,7 @@ class Gradients:
         reducer.waiting = not self.synchronise
 
     def _tell(self) -> Callable[[], set[str]]:
-        """Starts to tell all ranks which gradients this one has; what it returns names those that any has."""
+        """Starts to tell all ranks which gradients this one has; the returned function names those that any has."""
         names = list(self.reducer.parameters)
         here = list(map(self._here, names))
         numbers = [sum(has << i for i, has in enumerate(here[k : k + BITS])) for k in range(0, len(here), BITS)]
@@ -222,11 +223,11 @@ class Gradients:
         return lambda: {name for i, name in enumerate(names) if any(row[i // BITS] >> i % BITS & 1 for row in ranks())}
 
     def _wanted(self, name: str) -> bool:
-        """True if a parameter is to have the gradient: not where it had none, and would be given zeros of no loss."""
+        """True if a parameter is to get the gradient: not zeros that no loss depends on, if it had none before."""
         return name not in self.no_gradient or name in self.before
 
     def _take_sums(self, told: set[str] | None) -> None:
-        """Gives parameters the sums. What this rank has not made others have, if they say so, or if it is not zero."""
+        """Gives parameters the sums. What only others computed counts if they say so, or if it is not zero."""
         reducer = self.reducer
         for bucket in reducer.buckets:
             added = reducer.waiting and bucket.slots is None
@@ -243,13 +244,13 @@ class Gradients:
             bucket.give_up()
 
     def _here(self, name: str) -> bool:
-        """True if this rank has a gradient to sum, of this pass or of those within no_sync() before."""
+        """True if this rank has a gradient to sum, from this pass or earlier ones within no_sync()."""
         return name in self.made or (self.reducer.waiting and name in self.before)
 
     def _take_local(self) -> None:
-        """Gives parameters the gradients that are not summed: their own, or within no_sync() what counts for the mean.
+        """Gives parameters the gradients that are not summed: their own, or within no_sync() their share of the mean.
 
-        They are scaled in place now that the pass has made all that it reads.
+        They are scaled in place, as the pass no longer reads them.
         """
         if self.no_gradient:
             for name in [name for name in self.local if not self._wanted(name)]:
@@ -264,7 +265,7 @@ class Gradients:
         self.local = {}
 
     def _give(self, name: str, gradient: Tensor, *, added: bool) -> None:
-        """Puts a gradient into `.grad`. added: what was there before is in it already."""
+        """Puts a gradient into `.grad`. added: it already includes what was there before."""
         p, before = self.reducer.parameters[name], self.before.pop(name, None)
         outside = p.grad
         if before is None or added:
@@ -277,7 +278,7 @@ class Gradients:
             local_tensor(p.grad).add_(local_tensor(outside))
 
     def _restore(self) -> None:
-        """Gives parameters back what they had before, beside what autograd has put there since."""
+        """Gives parameters back their earlier `.grad`, plus what autograd has added since."""
         for name, before in self.before.items():
             p = self.reducer.parameters[name]
             if p.grad is not None:
@@ -286,20 +287,20 @@ class Gradients:
         self.before = {}
 
     def fail(self) -> None:
-        """Gives parameters back what they had before, as an error has ended the pass."""
+        """Gives parameters back their earlier `.grad` after an error has ended the pass."""
         for name, p in self.reducer.parameters.items() if self.comm.size > 1 else ():
             p.grad = self.before.get(name)
         self.before = {}
 
     def refuse_derivatives(self) -> None:
-        """Makes gradients of a pass that was to make a graph say that they have none, when they are differentiated."""
+        """Makes gradients of a `create_graph=True` pass raise when they are differentiated."""
         for name in self.made:
             p = self.reducer.parameters[name]
             if p.grad is not None:
                 p.grad = refuse_derivatives(name, p.grad)
 
     def call_hooks(self) -> None:
-        """Calls the loop's hooks of parameters that have their gradient now, in one order on all ranks."""
+        """Calls the loop's hooks of parameters that now have their gradient, in one order on all ranks."""
         if self.synchronise:
             for name, p in self.reducer.parameters.items():
                 if name in self.made:

@@ -1,8 +1,8 @@
-"""What a layer's backward pass reads, where its kernels do not just save it: recomputed, or a part of another tensor.
+"""What a layer's backward pass reads if its kernels do not simply save it: recomputed, or part of another tensor.
 
-Recomputed: a layer's kernels save places instead of tensors. What the layers of a block are made of is saved: the boxes
-that this rank owns of what comes from outside. When the backward pass comes to the block's end, all its recomputed
-layers are computed once more, in the plan's order, and what their kernels save is put into those places.
+Recomputed: a layer's kernels save places instead of tensors. Only the block's inputs are saved, as the boxes that this
+rank owns. When the backward pass reaches the end of the block, all its recomputed layers run again in the plan's order,
+and what their kernels save is put into those places.
 
 Within: a layer's output is saved as a part of what one of its readers receives (`partition.within`).
 """
@@ -37,20 +37,20 @@ class SavedPlace:
         self.layer, self.tensor = layer, tensor
 
     def take(self) -> Tensor:
-        """Returns the tensor, which is there from when its block is recomputed, once."""
+        """Returns the tensor, once; it is there from when its block is recomputed."""
         tensor, self.tensor = self.tensor, None
         if tensor is None:
             raise LayerwiseError(
-                f"layer {self.layer!r} is recomputed, and what its backward pass reads was not recomputed: "
-                "differentiate the module's outputs"
+                f"layer {self.layer!r} is recomputed, but what its backward pass reads was not: compute gradients from "
+                "the model's outputs"
             )
         return tensor
 
 
 class Block:
-    """The recomputed layers of a block, in one forward pass and the backward passes of it.
+    """The recomputed layers of a block, in one forward pass and its backward passes.
 
-    layers: of the network. names: of the block's. instructions: how they are recomputed.
+    layers: of the network. names: of the block's layers. instructions: how they are recomputed.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class Block:
     ) -> None:
         self._run, self._layers, self._names, self._instructions = run, layers, names, instructions
         self._kernels: dict[str, _Kernel] = {}  # of its recomputed layers that this rank has a part of
-        self._boxes: dict[str, Tensor | None] = {}  # of what comes from outside; until the forward pass is at the end
+        self._boxes: dict[str, Tensor | None] = {}  # of inputs from outside the block, until the forward pass ends
 
     def save_sources(self, scheduled: ScheduledLayer, values: Mapping[str, Tensor | None]) -> None:
-        """Saves those inputs of one of the layers that come from outside the block."""
+        """Saves the inputs of one of the layers that come from outside the block."""
         for edge in scheduled.edges:
             if not (edge.source in self._names and self._layers[edge.source].recompute):
                 x = values[edge.source]
@@ -78,12 +78,12 @@ class Block:
         inputs: list[Tensor | None],
         parameters: list[Any],
     ) -> Tensor:
-        """Returns a layer's output on this rank, of its inputs and parameters."""
+        """Returns a layer's output on this rank from its inputs and parameters."""
         kernel = self._kernels[scheduled.layer.name] = _Kernel(self._run, scheduled, compute, inputs, parameters)
         return kernel.first(inputs, parameters)
 
     def end(self, values: dict[str, Tensor | None], types: Mapping[str, torch.dtype]) -> None:
-        """Ends the block's forward pass. Back, it is recomputed before any of it is differentiated."""
+        """Ends the block's forward pass. The backward pass recomputes the block before it differentiates any of it."""
         leaving = {name: x for name in self._names if (x := values.get(name)) is not None and x.requires_grad}
         kernels = list(self._kernels.values())
         counts = [len(kernel.parameters) for kernel in kernels]
@@ -132,7 +132,7 @@ class Block:
             elif isinstance(instruction, Release):
                 if instruction.layer in run.gathers:
                     run.gathers[instruction.layer].drop(values[instruction.layer])
-            else:  # a gather begins with its arrival; what was saved for the block goes with autograd's graph
+            else:  # a gather begins when it is awaited; autograd's graph frees what the block saved
                 assert isinstance(instruction, AllGather | Forget), instruction
 
     def _received(self, edge: ScheduledEdge, x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -147,8 +147,8 @@ class Block:
 class _Kernel:
     """A layer's kernels on this rank in one forward pass, and recomputed in its backward passes.
 
-    parameters: its parameters and buffers; those that training writes to as they were before. None: a tied one, which
-    is an edge, or one that is full only while the layer computes.
+    parameters: its parameters and buffers; those that training writes to, with their values of before. None: a tied
+    parameter, which is an edge, or one that is full only while the layer computes.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class _Kernel:
             return self._compute(inputs, parameters)
 
     def recompute(self, received: Sequence[Tensor | None], saved: Sequence[Tensor | None]) -> Tensor:
-        """Returns it recomputed, in a backward pass. received: its inputs and tied parameters."""
+        """Returns the output recomputed, in a backward pass. received: its inputs and tied parameters."""
         tied = iter(received[self._inputs :])
         pairs = zip(self._names, saved, strict=True)
         parameters = [next(tied) if name is None else self._parameter(name, p) for name, p in pairs]
@@ -210,7 +210,7 @@ class _Kernel:
         return out
 
     def _parameter(self, name: str, saved: Tensor | None) -> Any:
-        """Returns a parameter to recompute with: full, where it is gathered; a copy, where training writes it."""
+        """Returns a parameter for recomputation: full if it is gathered; a copy if training writes to it."""
         if saved is None:
             return self._run.parameters[name]
         return saved.clone() if name in self._moving else saved
@@ -220,16 +220,16 @@ class _Kernel:
         if reference is None:
             raise self._otherwise()
         place = reference()
-        if place is not None:  # else nobody is to read it
+        if place is not None:  # otherwise nobody will read it
             place.tensor = x.detach()
 
     def _otherwise(self) -> LayerwiseError:
         return LayerwiseError(
-            f"layer {self.name!r} is recomputed, and does not compute the same the second time: leave recompute out"
+            f"layer {self.name!r} is recomputed but computes something else the second time: turn recomputation off"
         )
 
     def _lasting(self, parameters: Sequence[Tensor | None]) -> set[int]:
-        """Returns the memory that lives anyway, that of parameters and buffers."""
+        """Returns the storages that live anyway: those of parameters and buffers."""
         return {
             _storage(p) for p, name in zip(parameters, self._names, strict=True) if name is not None and p is not None
         }
@@ -253,7 +253,7 @@ class SavedOutput:
         self, compute: LayerKernel, inputs: Sequence[Tensor | None], parameters: Sequence[Tensor | None]
     ) -> Tensor:
         """Returns the layer's output, and notes what its kernels save of it."""
-        places = list[ref[SavedPlace]]()  # what is saved lives as long as autograd has it, and autograd has `pack`, too
+        places = list[ref[SavedPlace]]()  # saved tensors live as long as autograd holds them, and so does `pack`
 
         def pack(x: Tensor) -> SavedPlace:
             place = SavedPlace("", x.detach())
@@ -266,7 +266,7 @@ class SavedOutput:
         return out
 
     def move(self, edge: ScheduledEdge, received: Tensor | None) -> None:
-        """Saves it as a part of what a reader received; the memory of the output may go."""
+        """Saves it as a part of what a reader received, so that the output's memory can be freed."""
         way, places, self._places = edge.redistribution, self._places, []
         own = way.transfer.own
         assert own is not None

@@ -1,9 +1,9 @@
-"""Segments: the longest runs of a rank's layers within which nothing is communicated, each one compiled function.
+"""Segments: the longest runs of a rank's layers without communication, each compiled as one function.
 
-The executor comes to the first layer of a segment and calls all of it; redistributions, statistics and sums over ranks
-are between segments, in the order that all ranks have. So are layers whose parameters or saved tensors come and go:
-gathered and recomputed ones, and a segment ends with a block in which some are recomputed. Each function has a code
-object of its own, as PyTorch limits how often one is compiled anew.
+The executor calls the whole segment when it reaches its first layer. Redistributions, statistics and sums over ranks
+run between segments, in the order that all ranks share. So do layers whose parameters or saved tensors come and go:
+gathered and recomputed layers; a segment also ends with a block that has recomputed layers. Each function has its own
+code object, as PyTorch limits how often one is recompiled.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from layerwise.run.compiling import Settings, compile_with
 from layerwise.run.schedule.schedule import Schedule, ScheduledEdge, ScheduledLayer
 
 Values = Sequence[Tensor]
-# Of (inputs, parameters, seeds): the outputs.
+# (inputs, parameters, seeds) -> outputs.
 Function = Callable[[Values, Values, Tensor | None], list[Tensor]]
 
 
@@ -33,16 +33,16 @@ class SegmentInput(NamedTuple):
     """An input of a segment: a layer's output as this rank has it, or what it has received of it."""
 
     source: str
-    slot: int | None = None  # of its first layer's edges, the one by which it arrives
+    slot: int | None = None  # the first layer's edge by which it arrives
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Some layers of a rank's schedule, computed one after the other, in training or evaluation."""
+    """Layers of a rank's schedule, computed one after the other, in training or evaluation."""
 
     layers: tuple[ScheduledLayer, ...]
     inputs: tuple[SegmentInput, ...]
-    outputs: tuple[str, ...]  # of its layers, those whose outputs are used after it
+    outputs: tuple[str, ...]  # its layers whose outputs are used after it
     training: bool
 
     @property
@@ -53,7 +53,7 @@ class Segment:
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """Returns the model's names of the parameters that it uses."""
+        """Returns the model's names of the parameters that the segment uses."""
         names = (name for scheduled in self.layers for name in scheduled.parameters if name is not None)
         return tuple(dict.fromkeys(names))
 
@@ -63,9 +63,10 @@ class Segment:
         return any(scheduled.backward for scheduled in self.layers)
 
     def seeds(self, of_step: int, device: torch.device) -> Tensor | None:
-        """Returns an int64 for each stage that draws in a step: a tensor, as a number would be compiled in.
+        """Returns an int64 for each stage that draws in a step, as a tensor: a number would be compiled in as a
+        constant.
 
-        A new one for each pass: the backward pass of an earlier one reads its own.
+        Each pass gets a new tensor: the backward pass of an earlier one reads its own.
         """
         draws = [signed(combine(of_step, *draw)) for draw in self._draws()]
         return torch.tensor(draws, device=device) if draws else None
@@ -79,7 +80,7 @@ class Segment:
                     yield scheduled.work.number, number
 
     def function(self) -> Function:
-        """Returns the function that is to be compiled."""
+        """Returns the function to compile."""
         own = (SegmentInput(scheduled.layer.name) for scheduled in self.layers)
         places = {x: i for i, x in enumerate((*self.inputs, *own))}
         outputs = tuple(places[SegmentInput(name)] for name in self.outputs)
@@ -104,7 +105,7 @@ class Segment:
         names: Mapping[str, int],
         draws: Mapping[tuple[int, int], int],
     ) -> Callable[[Values, Values, Tensor | None], Tensor]:
-        """Returns one layer, of values, parameters and seeds. The mappings have their places there."""
+        """Returns one layer as a function of values, parameters and seeds. The mappings give their places there."""
         work, dtype, count, training = scheduled.work, scheduled.dtype, len(scheduled.layer.specs), self.training
         assert work is not None
         number, stages = work.number, work.stages
@@ -134,7 +135,7 @@ def _input(edge: ScheduledEdge, slot: int) -> SegmentInput:
 
 
 def _slices(edge: ScheduledEdge) -> tuple[slice, ...] | None:
-    """Returns the part of a tensor that is used: an edge that travels has brought just that."""
+    """Returns the part of a tensor that is used; if the edge travels, all that arrived is used."""
     t = edge.redistribution.transfer
     if edge.travels or t.kept == t.own:
         return None
@@ -143,7 +144,7 @@ def _slices(edge: ScheduledEdge) -> tuple[slice, ...] | None:
 
 
 def segments(schedule: Schedule, *, training: bool) -> list[Segment]:
-    """Returns a rank's segments: one begins where something arrives, and ends where it leaves, or a block ends."""
+    """Returns a rank's segments: one begins where something is received, and ends where it is sent, or a block ends."""
     runs: list[list[ScheduledLayer]] = [[]]
     travelling = {edge.source for scheduled in schedule.layers for edge in scheduled.edges if edge.travels}
     for before, scheduled in zip((None, *schedule.layers), schedule.layers, strict=False):
@@ -177,7 +178,7 @@ def _segment(schedule: Schedule, layers: tuple[ScheduledLayer, ...], *, training
 
 
 def _by_itself(scheduled: ScheduledLayer) -> bool:
-    """True if this rank computes a layer, of what it has when it begins."""
+    """True if this rank computes a layer from what it has when the layer begins."""
     if scheduled.work is None or scheduled.work.communicates or scheduled.recompute or scheduled.gathered:
         return False
     return all(edge.travels or edge.redistribution.transfer.kept is not None for edge in scheduled.edges)
@@ -187,12 +188,12 @@ class CompiledSegments:
     """The compiled segments of one schedule, in training and in evaluation."""
 
     def __init__(self, schedule: Schedule, settings: Settings) -> None:
-        self._settings = {"dynamic": False, **settings, "fullgraph": True}  # a schedule has one size
+        self._settings = {"dynamic": False, **settings, "fullgraph": True}  # a schedule has fixed sizes
         self._of: dict[bool, dict[str, CompiledSegment]] = {}
         self._schedule = schedule
 
     def by_layer(self, *, training: bool) -> Mapping[str, CompiledSegment]:
-        """Returns the segment that each layer is in; those that are in none communicate."""
+        """Returns the segment that contains each layer; layers outside segments communicate."""
         if training not in self._of:
             compiled = (CompiledSegment(s, self._settings) for s in segments(self._schedule, training=training))
             self._of[training] = {layer.layer.name: one for one in compiled for layer in one.segment.layers}
@@ -200,7 +201,7 @@ class CompiledSegments:
 
 
 class CompiledSegment:
-    """One segment, compiled."""
+    """One compiled segment."""
 
     def __init__(self, segment: Segment, settings: Settings) -> None:
         self.segment = segment
@@ -211,18 +212,18 @@ class CompiledSegment:
         self.seeds = segment.seeds
 
     def __call__(self, inputs: Values, parameters: Values, seeds: Tensor | None) -> Sequence[Tensor]:
-        """Returns the outputs. LayerwiseError, which names the layers, where they cannot be compiled."""
+        """Returns the outputs. Raises LayerwiseError, which names the layers, if they cannot be compiled."""
         from torch._dynamo.exc import TorchDynamoException
 
         try:
-            if not self._warm:  # so that what kernels compute once (`Local.once`) is a constant to the compiler
+            if not self._warm:  # so that values computed once (`Local.once`) are constants to the compiler
                 with torch.no_grad():
                     self._function(*pytree.tree_map_only(Tensor, torch.zeros_like, (inputs, parameters, seeds)))
                 self._warm = True
             outputs: Sequence[Tensor] = self._compiled(inputs, parameters, seeds)
         except TorchDynamoException as error:
             reason = str(error).strip().partition("\n")[0]
-            raise LayerwiseError(f"layer {self.name!r} cannot be compiled, leave compile= out: {reason}") from error
-        except ValueError as error:  # a LayerwiseError, or PyTorch's own, such as batch norm of one value a channel
+            raise LayerwiseError(f"layer {self.name!r} cannot be compiled: leave compile= out ({reason})") from error
+        except ValueError as error:  # a LayerwiseError, or raised by PyTorch, such as batch norm of one value a channel
             raise LayerwiseError(f"layer {self.name!r}: {error}") from error
         return outputs

@@ -1,4 +1,4 @@
-"""Unused: which of the model's outputs a backward pass has gradients of, and the parameters that it does not reach."""
+"""Unused: parameters that a backward pass does not reach, by which of the model's outputs have gradients."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from layerwise.graph.layer_graph import LayerGraph
 
 
 class Unused:
-    """Follows which of the model's outputs a backward pass has gradients of, on any rank."""
+    """Tracks which of the model's outputs have gradients in a backward pass, on any rank."""
 
     def __init__(self, graph: LayerGraph, comm: Comm) -> None:
         self._comm, self._outputs = comm, graph.layers[-1].inputs
         self._behind = parameters_behind(graph)
         self._some = frozenset[str]().union(*self._behind).difference(frozenset[str].intersection(*self._behind))
-        self._used = set[int]()  # outputs: that this pass has gradients of
-        self._twice = set[int]()  # that a pass to come may differentiate once more
+        self._used = set[int]()  # outputs that have gradients in this pass
+        self._twice = set[int]()  # outputs that a later pass may differentiate again
 
     def begin(self) -> None:
-        """A backward pass begins."""
+        """Begins a backward pass."""
         self._used = set()
 
     def reach(self, graph: LayerGraph, has_gradient: Sequence[bool]) -> None:
-        """Notes that the pass comes to a call's outputs with gradients of some. graph: the network as it was called."""
+        """Notes that the pass reaches a call's outputs, with gradients for some. graph: the network as called."""
         same = graph.layers[-1].inputs == self._outputs
         used = {i for i in range(len(self._outputs)) if not same or has_gradient[i]}
         self._used |= used
@@ -33,7 +33,9 @@ class Unused:
             self._twice |= used
 
     def parameters(self) -> frozenset[str]:
-        """Returns the parameters that the pass did not reach on any rank. Every rank calls this at its end."""
+        """Returns the parameters that the pass did not reach on any rank. Every rank must call this at the end of the
+        pass.
+        """
         if not self._some:
             return frozenset()
         used = self._used | self._twice
@@ -43,7 +45,7 @@ class Unused:
 
 
 def parameters_behind(graph: LayerGraph) -> list[frozenset[str]]:
-    """Returns for each output the parameters that its gradient reaches; all there are where it can have none."""
+    """Returns for each output the parameters that its gradient reaches; all parameters if it can have no gradient."""
     outputs = graph.layers[-1].inputs
     behind = [_behind(graph, name) for name in outputs]
     every = frozenset[str]().union(*behind)

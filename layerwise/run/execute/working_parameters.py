@@ -1,4 +1,4 @@
-"""Working parameters: what the layers compute with in the parameters' place; how these come by gradients."""
+"""Working parameters: the tensors that layers compute with in place of the parameters, and their gradients."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from layerwise.trace import NOTHING
 
 
 class WorkingParameters:
-    """A leaf of autograd for each parameter, the gradients of which are to be summed before the parameters have them.
+    """An autograd leaf for each parameter, whose gradients are summed before the parameters get them.
 
-    It lies in the parameter's memory; of one that is shared out it is empty until its layer computes. Buffers, and all
-    on one device, are themselves.
+    A leaf shares the parameter's memory; the leaf of a sharded parameter is empty until its layer computes. Buffers,
+    and everything on one device, are used as they are.
 
-    parts: of parameters that are shared out, by name. groups: of those that are trained, for each rank the ranks that
-    compute with the same box. reducer: sums gradients over these. unused: parameters that no loss depends on.
+    parts: of parameters that are cut into shards, by name. groups: of trained parameters, the ranks that compute with
+    the same box, for each rank. reducer: sums gradients over these. unused: parameters that no loss depends on.
     """
 
     def __init__(
@@ -45,9 +45,11 @@ class WorkingParameters:
         scale: float,
         gradients: Callable[[], Gradients],
     ) -> None:
-        """boxes: that ranks compute with. shared_out: shardings and states. gradients: a method, of this pass."""
+        """boxes: that ranks compute with. shared_out: shardings and states. gradients: a method that returns this
+        pass's.
+        """
         self._state, self._comm, self._graph = state, state.comm, schedule.graph
-        self._gradients = WeakMethod(gradients)  # its owner owns this
+        self._gradients = WeakMethod(gradients)  # the method's owner owns this
         owners = {name: layer.name for layer in self._graph.layers for name, _ in layer.own_parameters()}
         self.layouts = {
             name: shard_layout(boxes[name], one, self._comm.rank, gathered=owners[name] if states == "gathered" else "")
@@ -60,7 +62,7 @@ class WorkingParameters:
         trained = [name for name, p in every.items() if p.requires_grad]
         self.groups = {name: [sharing(boxes[name], rank) for rank in range(self._comm.size)] for name in trained}
         named = [[p for p in reversed(one.parameters) if p is not None] for one in reversed(schedule.layers)]
-        # As the program has it.
+        # The program has the same order.
         order = [p for names in named for p in sorted(names, key=lambda p: p not in shared_out)]
         order += [layer.name for layer in reversed(self._graph.layers) if layer.name in self._tied]
         local: dict[str, Group] = {name: groups[self._comm.rank] for name, groups in self.groups.items()}
@@ -73,11 +75,11 @@ class WorkingParameters:
         self._tensors: Mapping[str, Tensor] = {}
 
     def renew(self) -> None:
-        """Forgets the leaves, where parameters have other memory, as `to` gives it, or another element type."""
+        """Drops the leaves after parameters got other memory, as by `to`, or another element type."""
         self._tensors = {}
 
     def now(self) -> Mapping[str, Tensor]:
-        """Returns them by name, new ones of parameters that the loop gave other memory, p.data = x."""
+        """Returns the leaves by name, new ones for parameters that the loop gave other memory (p.data = x)."""
         summed = self.reducer.parameters if self._comm.size > 1 else {}
         if not self._tensors:
             tensors = {name: local_tensor(tensor) for name, tensor in self._state.tree.tensors().items()}
@@ -93,23 +95,23 @@ class WorkingParameters:
         return self._tensors
 
     def begin(self, constants: Mapping[str, Tensor]) -> tuple[Any, Any]:
-        """Begins a forward pass. Returns what it computes with, and the gathers of layers."""
+        """Begins a forward pass. Returns the tensors it computes with, and the gathers of layers."""
         tensors = {**self.now(), **constants}
         return self._gathers.begin(tensors), self._gathers.of_layers
 
     def check_hooks(self) -> None:
-        """LayerwiseError where a parameter has a hook that would not be called with its gradient."""
+        """Raises LayerwiseError if a parameter has a hook that would not be called with its gradient."""
         parameters = self.reducer.parameters
         names = parameters if self._comm.size > 1 else self._tied & parameters.keys()
         check_parameters((name, parameters[name]) for name in names)
 
     def begin_backward(self) -> None:
-        """A backward pass begins."""
+        """Begins a backward pass."""
         self.unused.begin()
         self.check_hooks()
 
     def finish(self, gradients: Gradients) -> None:
-        """Ends the backward pass, which has come by all that communicates."""
+        """Ends the backward pass, which has passed every communication."""
         self._gathers.end()
         gradients.no_gradient = self.unused.parameters()
 
@@ -118,22 +120,22 @@ class WorkingParameters:
         if name in self.layouts:
             leaf = leaf.new_empty(self.layouts[name].shape)
         leaf.requires_grad_()
-        # It must not hold what holds the leaf, which garbage collection would not see.
+        # The hook must not hold the leaf's owner: garbage collection could not see the cycle.
         leaf.register_post_accumulate_grad_hook(partial(_made, ref(self), name))  # type: ignore[no-untyped-call]
         return leaf
 
     def made(self, name: str, leaf: Tensor) -> None:
-        """Takes a leaf's gradient, which autograd has added up."""
+        """Takes a leaf's gradient, which autograd has accumulated."""
         begun = self._gradients()
         assert begun is not None
         gradients = begun()
         gradient, leaf.grad = leaf.grad, None
         self._gathers.made(name)
-        if gradient is None:  # autograd has come by, with nothing: of an output that this rank's loss does not use
+        if gradient is None:  # autograd came by without a gradient: this rank's loss does not use the output
             if name in self.layouts and self.layouts[name].gathered:  # others may wait for its sum
                 gradients.absent(name)
             return
-        # A context takes longer than what is in it.
+        # Entering a context takes longer than what is in it.
         with torch.no_grad() if torch.is_grad_enabled() else NOTHING:
             if name in self._elsewhere:
                 gradients.absent(name)
@@ -143,5 +145,5 @@ class WorkingParameters:
 
 def _made(working: ref[WorkingParameters], name: str, leaf: Tensor) -> None:
     owner = working()
-    if owner is not None:  # a graph that is differentiated holds it
+    if owner is not None:  # a graph that is being differentiated may outlive the owner
         owner.made(name, leaf)

@@ -1,1 +1,1 @@
-"""What a training loop does that would not come out as on one device: refused with a sentence."""
+"""Refusals: what a training loop does that would give other numbers than one device."""

@@ -1,7 +1,7 @@
-"""ModelComparison: whether the model, run as it is written, still computes what its layers do.
+"""ModelComparison: checks that the model as written still computes what its layers do.
 
-Whatever its code reads beside tensors (a clock, a file, the environment, an object of a library) is what it was when
-the model was traced. No look finds all of it; running the model does.
+Whatever the model's code reads beside tensors (a clock, a file, the environment, a library's object) is fixed at the
+values it had when the model was traced. No inspection finds all of it; running the model does.
 """
 
 from __future__ import annotations
@@ -26,44 +26,45 @@ from layerwise.ops.base import Role
 from layerwise.run.guards.hooks import without_hooks
 from layerwise.run.guards.refusals import AS_WRITTEN
 
-STEPS = (2, 100)  # of training, counted from when the model was made parallel
+STEPS = (2, 100)  # training steps, counted from when the model was made parallel
 
 
 @dataclass
 class ModelComparison:
-    """The layers as they were imported, to be run beside the model on two samples of a rank.
+    """The imported layers, to be run beside the model on two samples of a rank.
 
-    Gradients and buffers are compared, too, and random numbers are the same on both sides. Nothing of it is left
-    behind: the model, its buffers and all random states are as before.
+    Gradients and buffers are compared too, with the same random numbers on both sides. The comparison leaves no trace:
+    the model, its buffers and all random states are as before.
     """
 
     graph: LayerGraph  # not fused
     structure: OutputStructure | None
-    steps: int = 0  # that were begun
+    steps: int = 0  # steps begun
 
     def due(self) -> bool:
-        """Returns whether the step that begins is one in which the model is run."""
+        """Returns True if the model is compared in the step that begins."""
         self.steps += 1
         return self.steps in STEPS
 
     def check(
         self, model: nn.Module, arguments: Arguments, call: Call, full: Callable[[], Mapping[str, Callable[[], Any]]]
     ) -> bool:
-        """Returns whether they were compared: it warns where the model cannot be run. LayerwiseError where they differ.
+        """Compares them, and returns whether it could; it warns if the model cannot run. Raises LayerwiseError if they
+        differ.
 
         Args:
-            model: The user's.
-            arguments: How it is called.
-            call: This rank's of this step.
-            full: Makes the model what the user wrote, with full parameters, and returns what reads the tensors that
-                layers compute with, by name.
+            model: The user's model.
+            arguments: The signature by which it is called.
+            call: This rank's call in this step.
+            full: Restores what the user wrote in the model, with full parameters, and returns functions that read the
+                tensors that layers compute with, by name.
         """
         try:
             effects = self._effects(model, arguments, call, full())
         except UnlikeError as error:
-            raise self._error(f"layer {error.layer!r} gives other numbers than the model as it is written") from error
-        except (LayerwiseError, torch.OutOfMemoryError) as why:  # it takes no other batch than its own, for example
-            warnings.warn(f"the model was not compared with its layers in step {self.steps}: {why}", stacklevel=2)
+            raise self._error(f"layer {error.layer!r} gives other numbers than the model as written") from error
+        except (LayerwiseError, torch.OutOfMemoryError) as why:  # e.g. the model takes no other batch size than its own
+            warnings.warn(f"the model could not be compared with its layers in step {self.steps}: {why}", stacklevel=2)
             return False
         if effects:
             raise self._error(f"the model {effects[0]}")
@@ -72,7 +73,7 @@ class ModelComparison:
     def _effects(
         self, model: nn.Module, arguments: Arguments, call: Call, stored: Mapping[str, Callable[[], Any]]
     ) -> tuple[str, ...]:
-        """What running the model shows that its layers lack. UnlikeError, UnprovenError."""
+        """Returns what running the model does that its layers lack. Raises UnlikeError or UnprovenError."""
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         there: Call = pytree.tree_map_only(Tensor, lambda x: x.detach().to(device), call)
         given = arguments.tensors(*there)
@@ -88,8 +89,8 @@ class ModelComparison:
 
     def _error(self, what: str) -> LayerwiseError:
         return LayerwiseError(
-            f"in training step {self.steps} {what}, and did not when it was made parallel: what its forward reads "
-            "beside its inputs (a clock, a file, the environment, an object) has changed. Keep a number that changes "
-            f"in a parameter that is not trained (requires_grad=False), and write into that, or {AS_WRITTEN}; "
-            "compare_model=False in ParallelOptions compares no more"
+            f"in training step {self.steps} {what}, unlike when it was made parallel: something that its forward reads "
+            "beside its inputs (a clock, a file, the environment, an object) has changed. Store a number that changes "
+            f"in a parameter with requires_grad=False and write into it, or {AS_WRITTEN}; "
+            "ParallelOptions(compare_model=False) turns this check off"
         )

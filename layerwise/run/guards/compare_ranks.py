@@ -1,8 +1,8 @@
-"""RankComparison: whether ranks that have the same parameters still have the same values.
+"""RankComparison: checks that ranks with the same parameters still have the same values.
 
-Each rank has a loop of its own: a learning rate, a clipping or a step that one has alone would train another
-model there, unsaid. An all-reduce gives all ranks the same bits, and so does what equal hardware makes of these: there
-values are compared bit by bit, else up to rounding.
+Each rank runs its own loop: a learning rate, clipping or step that differs on one rank would silently train another
+model there. An all-reduce gives all ranks the same bits, and equal hardware computes the same bits from them. There
+values are compared bit by bit, elsewhere up to rounding.
 """
 
 from __future__ import annotations
@@ -23,22 +23,24 @@ from layerwise.errors import LayerwiseError
 from layerwise.partition.groups import Group
 from layerwise.run.local_tensor import local_tensor
 
-EVERY = 100  # steps; and those that are powers of two: mistakes are there from the beginning
-ELEMENTS = 64  # that are looked at, of each parameter
-OF_UPDATE = 1e-2  # of what has changed since the last look may differ by rounding, as 16-bit products of updates do
-FLIPS = 10.0  # times the rounding of as many steps by chance
+EVERY = 100  # steps, and every power of two: most mistakes are there from the beginning
+ELEMENTS = 64  # compared, of each parameter
+OF_UPDATE = 1e-2  # share of the change since the last look that may be rounding, as of products in 16 bits
+FLIPS = 10.0  # times the random rounding of as many steps
 SINGLE = torch.finfo(torch.float32).eps
-COLUMNS = 4  # of each set of ranks, in what a rank tells
+COLUMNS = 4  # numbers a rank tells for each set of ranks
 
 
 def hardware() -> int:
-    """Returns a number of what this process computes with: ranks that have the same make the same bits of the same."""
+    """Returns a number for this process's hardware: ranks with equal numbers compute the same bits
+    from the same input.
+    """
     return _digest(f"{_processor()} {torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()}".encode())
 
 
 @cache
 def _processor() -> str:
-    """Returns the processor's name (the host's, where Linux does not tell); GPUs are of one kind on all ranks."""
+    """Returns the processor's name (the host's, if Linux does not tell). All ranks have the same kind of GPU."""
     try:
         with Path("/proc/cpuinfo").open(encoding="utf-8") as file:
             return next(line for line in file if line.startswith("model name"))
@@ -51,30 +53,30 @@ def _digest(content: bytes) -> int:
 
 
 def looks(step: int) -> bool:
-    """True if ranks compare what they have in a training step (0: none)."""
+    """True if ranks compare their values in this training step (0: none)."""
     return step > 0 and not (step % EVERY and step & (step - 1))
 
 
 class RankComparison:
-    """The numbers by which ranks that hold the same boxes of parameters compare a sample of these.
+    """The numbers by which ranks that hold the same boxes of parameters compare a sample of them.
 
-    Of each such set: a digest of the values; and for ranks of unlike hardware, which need not have equal bits, the sum
-    of the changes since the last look, with random signs, what rounding may do, and of the changes' norm a part. It
-    travels with the numbers of samples.
+    For each such set of ranks there is a digest of the values. Ranks of different hardware need not have equal bits, so
+    there are also the sum of the changes since the last look with random signs, the rounding that is allowed, and a
+    part of the norm of the changes. These numbers travel with the numbers of samples.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], sharing: Mapping[str, Sequence[Group]], who: Members) -> None:
-        """sharing: by trained parameter, for every rank the ranks that hold the same box as it."""
+        """sharing: for each trained parameter and every rank, the ranks that hold the same box."""
         self._parameters, self._who = parameters, who
         self._sets: dict[tuple[Group, ...], list[str]] = {}
-        for name, groups in sorted(sharing.items()):  # on every rank in one order
+        for name, groups in sorted(sharing.items()):  # in the same order on every rank
             if any(len(group) > 1 for group in groups):
                 self._sets.setdefault(tuple(groups), []).append(name)
         self._before: dict[tuple[Group, ...], Tensor] = {}
-        self._looked = 0  # in which step
+        self._looked = 0  # the step of the last look
 
     def numbers(self, step: int) -> tuple[int, ...]:
-        """Returns the step (0: none), the hardware, then what all ranks are to know of each set of ranks, or zeros."""
+        """Returns the step (0: none), the hardware, and then the numbers of each set of ranks, or zeros."""
         if not looks(step):
             return (step, 0, *[0] * (COLUMNS * len(self._sets)))
         told = [x for groups, names in self._sets.items() for x in self._look(groups, names, step)]
@@ -101,7 +103,7 @@ class RankComparison:
         return (_digest(now.numpy().tobytes()), *struct.unpack("<3q", struct.pack("<3d", *numbers)))
 
     def check(self, told: Sequence[Sequence[int]]) -> None:
-        """LayerwiseError, on every rank, where one differs. told: `numbers` of every rank."""
+        """Raises LayerwiseError, on every rank, if one rank differs. told: `numbers` of every rank."""
         steps = np.array([row[0] for row in told])
         if (steps != steps[0]).any():
             self._refuse(steps[:, None] == steps, tuple(range(len(self._who))), "is in another step", steps)
@@ -119,16 +121,16 @@ class RankComparison:
                 self._refuse(agree, group, "has other parameters", steps)
 
     def _refuse(self, agree: np.ndarray, group: Group, what: str, steps: np.ndarray) -> None:
-        """Raises LayerwiseError where some do not agree with the one that most agree with."""
+        """Raises LayerwiseError if some do not agree with the rank that most agree with."""
         most = int(agree.sum(1).argmax())
         others = [rank for rank, same in zip(group, agree[most], strict=True) if not same]
         if others:
             rank, names = others[0], self._who.ranks
             raise LayerwiseError(
                 f"{ranks([names[rank]], self._who)} {what} than rank {names[group[most]]}, when it begins step "
-                f"{steps[rank]}: their loops differ, in learning rate, optimizer, clipping, values that were loaded, "
-                "or a step that one has left out, so they train unlike models. Every rank's loop must do the same; "
-                "where they are meant to differ, say compare_ranks=False in ParallelOptions"
+                f"{steps[rank]}: their loops differ in learning rate, optimizer, clipping, loaded values or a skipped "
+                "step. Run the same loop on every rank; if ranks are meant to differ, pass "
+                "ParallelOptions(compare_ranks=False)"
             )
 
 

@@ -1,4 +1,4 @@
-"""Hooks, checkpointing and penalties around a parallel module that would not come out as on one device."""
+"""Hooks, checkpointing and penalties around a parallel model that would give other numbers than one device."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from layerwise.run.guards.refusals import AS_WRITTEN, unsupported
 from layerwise.run.local_tensor import is_dtensor, place_gradient
 
 OUTSIDE = (
-    "is used outside the model's call: by a penalty on weights, or by a part of the model that is called alone, for a "
-    "gradient penalty (create_graph=True) for example"
+    "is used outside the model's call, by a penalty on weights or by a submodule called alone, for a gradient penalty "
+    "(create_graph=True) for example"
 )
 
 
@@ -29,9 +29,9 @@ Hook = Callable[[nn.Parameter], None]
 
 
 class Hooks(OrderedDict[int, Hook]):
-    """The dict that `register_post_accumulate_grad_hook` writes into. Autograd finds the parallel module's hook alone.
+    """The dict that `register_post_accumulate_grad_hook` writes into. Autograd sees only the parallel model's own hook.
 
-    The user's are beside it: they are called when the gradient is that of all ranks.
+    The user's hooks are stored beside it and called once the gradient is the sum over ranks.
     """
 
     def __init__(self, own: Hook, users: dict[int, Hook] | None) -> None:
@@ -49,35 +49,35 @@ class Hooks(OrderedDict[int, Hook]):
         return number in self.users
 
     def values(self) -> Any:
-        """Returns the user's. (Autograd, in C++, does not ask here.)"""
+        """Returns the user's hooks. (Autograd, in C++, does not ask here.)"""
         return self.users.values()
 
 
 def take_hooks(p: nn.Parameter, own: Hook) -> None:
-    """Has autograd call `own` when it has added to the parameter's gradient, and not the user's hooks."""
+    """Makes autograd call `own` after it accumulates the parameter's gradient, instead of the user's hooks."""
     users = p._post_accumulate_grad_hooks
     p._post_accumulate_grad_hooks = Hooks(own, users.users if isinstance(users, Hooks) else users)
 
 
 def check_plain(model: nn.Module) -> None:
-    """LayerwiseError where the model, or a part of it, is parallel already."""
+    """Raises LayerwiseError if the model, or a part of it, is parallel already."""
     if any("_layerwise" in vars(m) for m in model.modules()):
         raise LayerwiseError(
-            "the model, or one in it, is parallel already, and is what is trained: make it plain again by "
-            "layerwise.restore(model), which every rank calls, or copy.deepcopy it before"
+            "the model, or a submodule, is already parallel: train it as it is, undo it with layerwise.restore(model) "
+            "on every rank, or parallelize a copy.deepcopy made before"
         )
     for name, p in model.named_parameters():
         if is_dtensor(p) or isinstance(p._post_accumulate_grad_hooks, Hooks):
             raise LayerwiseError(
-                f"another model that has parameter {name!r} of this one too is parallel, and the two would not train "
-                "it together: make one module of both models, and make that parallel"
+                f"another model that shares parameter {name!r} with this one is parallel, so they would not train it "
+                "together: put both models into one module and parallelize that"
             )
 
 
 class OutsideGradients:
-    """A hook of parameters: for gradients that autograd makes, which are not those of the module's backward pass.
+    """A parameter's hook for gradients from outside the model's backward pass.
 
-    A backward pass through the module comes to each parameter with no gradient, too: `seen` tells these apart. module:
+    A backward pass through the model also reaches each parameter, with no gradient; `seen` tells the two apart. module:
     a ParallelModule, held weakly.
     """
 
@@ -86,19 +86,21 @@ class OutsideGradients:
         self._seen: tuple[int, int] | None = None
 
     def see(self, p: nn.Parameter) -> None:
-        """Notes the gradient that it has before autograd comes to it."""
+        """Notes the gradient that the parameter has before autograd reaches it."""
         self._seen = _written(p)
 
     def __call__(self, p: nn.Parameter) -> None:
-        """Brings it to where the parameter lies. LayerwiseError where a hook, or a sum, would have it twice."""
+        """Moves the gradient to the parameter's device. Raises LayerwiseError if a hook or a sum
+        would count it twice.
+        """
         seen, self._seen = self._seen, None
         if p.grad is None or _written(p) == seen:
             return
         module = self._module()
         if module is not None and hooks_of(p):
             raise LayerwiseError(
-                f"parameter {self._name!r} has a hook and {OUTSIDE}. The hook would be called twice: leave one of "
-                "them out"
+                f"parameter {self._name!r} has a hook and {OUTSIDE}. The hook would be called twice: remove the hook "
+                "or that use"
             )
         if is_dtensor(p):
             place_gradient(p)
@@ -109,37 +111,37 @@ def _written(p: nn.Parameter) -> tuple[int, int] | None:
 
 
 def outside_while_waiting(name: str) -> LayerwiseError:
-    """Returns the error for a gradient from outside, added to what is yet to be summed over the ranks."""
+    """Returns the error for a gradient from outside that was added to gradients still to be summed over ranks."""
     return LayerwiseError(
-        f"parameter {name!r} {OUTSIDE}, while gradients wait for their sum over the ranks, to which that would not "
-        "belong: leave no_sync() and sync_every out, call the whole model, or give the optimizer a weight_decay in "
-        "place of a penalty on weights"
+        f"parameter {name!r} {OUTSIDE}, while gradients still wait for their sum over the ranks, which it must not "
+        "join: do not use no_sync() or sync_every, call the whole model, or use the optimizer's weight_decay instead "
+        "of a penalty on weights"
     )
 
 
 def refuse_derivatives(name: str, gradient: Tensor) -> Tensor:
-    """Returns it in the same memory; LayerwiseError where it is differentiated: a sum over ranks has no graph."""
+    """Returns the gradient, in the same memory, such that differentiating it raises: a sum over ranks has no graph."""
 
     def refuse(_: Tensor) -> None:
         raise LayerwiseError(
-            f"the gradient of parameter {name!r} is differentiated, as a penalty on p.grad after "
-            "loss.backward(create_graph=True) does: it is a sum over the ranks, and no graph of it is kept. Gradients "
-            "of inputs, by torch.autograd.grad(loss, x, create_graph=True), can be differentiated"
+            f"the gradient of parameter {name!r} is differentiated, as by a penalty on p.grad after "
+            "loss.backward(create_graph=True), but it is a sum over ranks, which has no graph. Differentiate gradients "
+            "of inputs instead: torch.autograd.grad(loss, x, create_graph=True)"
         )
 
-    # As `.data` it is no view of what gradients of several parameters lie in: that could not be zeroed in place.
+    # `.data` is not a view of the bucket: a view could not be zeroed in place.
     alone = gradient if is_dtensor(gradient) else gradient.data
     alone.requires_grad_().register_hook(refuse)  # type: ignore[no-untyped-call]
     return alone
 
 
 def hooks_of(p: nn.Parameter) -> list[Hook]:
-    """Returns the loop's hooks, to be called when the parameter has its gradient."""
+    """Returns the loop's hooks, to be called once the parameter has its gradient."""
     return list((p._post_accumulate_grad_hooks or {}).values())
 
 
 def call_hooks(p: nn.Parameter) -> None:
-    """Calls the loop's hooks of a parameter, which has its gradient now."""
+    """Calls the loop's hooks of a parameter that now has its gradient."""
     hooks = hooks_of(p)
     if hooks and p.requires_grad and p.grad is not None:
         for hook in hooks:
@@ -147,17 +149,17 @@ def call_hooks(p: nn.Parameter) -> None:
 
 
 def check_parameters(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """LayerwiseError where a parameter has a hook, which would be called with a part of its gradient."""
+    """Raises LayerwiseError if a parameter has a hook, which would see only a part of its gradient."""
     for name, p in parameters:
         if p._backward_hooks:
             raise LayerwiseError(
-                f"parameter {name!r} has a hook, which would not be called with its gradient: remove it, and do what "
-                "it is for in register_post_accumulate_grad_hook, or between loss.backward() and optimizer.step()"
+                f"parameter {name!r} has a hook, which would not be called with its full gradient: remove it, and use "
+                "register_post_accumulate_grad_hook or code between loss.backward() and optimizer.step()"
             )
 
 
 def check_hooks_of_all() -> None:
-    """LayerwiseError where the loop has hooks of all modules, which a model run layer by layer would not call."""
+    """Raises LayerwiseError if the loop has global module hooks: a model run layer by layer would not call them."""
     for hooks in (
         every._global_forward_hooks,
         every._global_forward_pre_hooks,
@@ -165,22 +167,22 @@ def check_hooks_of_all() -> None:
         every._global_backward_pre_hooks,
     ):
         if hooks and any(not str(getattr(hook, "__module__", "")).startswith("torch.") for hook in hooks.values()):
-            raise unsupported("a hook of all modules, by register_module_forward_hook and the like,", "remove it")
+            raise unsupported("a global module hook (register_module_forward_hook or similar)", "remove it")
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """True if torch.compile was called of this module."""
+    """True if this module is compiled with torch.compile."""
     return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
 
 
 def check_modules(model: nn.Module) -> None:
-    """LayerwiseError where a model that is to be run layer by layer has hooks, which would never be called."""
+    """Raises LayerwiseError if a model to be run layer by layer has hooks, which would never be called."""
     check_parameters(model.named_parameters())
     for name, module in model.named_modules():
         if is_compiled(module):
             where = f"module {name!r}" if name else "the model"
             raise LayerwiseError(
-                f"{where} is compiled already, but the plan runs its layers one by one: give the model as it is, with "
+                f"{where} is compiled already, but the plan runs its layers one by one: pass the uncompiled model and "
                 "compile=True"
             )
         forward = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
@@ -189,22 +191,23 @@ def check_modules(model: nn.Module) -> None:
             kind = "backward" if lost is None else "forward"
             where = f"module {name!r}" if name else "the model"
             raise LayerwiseError(
-                f"{where} has a {kind} hook, which would not be called in training: remove it before the model is made "
-                "parallel, and let the model return what it is for"
+                f"{where} has a {kind} hook, which would not be called in training: remove it before you parallelize "
+                "the model, and return what it computes from the model"
             )
 
 
 def check_traced(graph: LayerGraph) -> None:
-    """LayerwiseError where a model that is to be run layer by layer does what its layers do not."""
+    """Raises LayerwiseError if a model to be run layer by layer does something that its layers do not."""
     if graph.unseen:
         raise LayerwiseError(
-            f"the model {graph.unseen[0]}, which would be lost, as the plan runs its layers one by one: {AS_WRITTEN}"
+            f"the model {graph.unseen[0]}, which would be lost because the plan runs its layers one by one: "
+            f"{AS_WRITTEN}"
         )
 
 
 @contextmanager
 def without_hooks(model: nn.Module) -> Iterator[None]:
-    """Returns a context without forward hooks, but for those that are a part of how the model computes."""
+    """Returns a context without forward hooks, except those that are part of what the model computes."""
     hooks_before = [
         (hooks, dict(hooks)) for m in model.modules() for hooks in (m._forward_hooks, m._forward_pre_hooks) if hooks
     ]
@@ -221,8 +224,8 @@ def without_hooks(model: nn.Module) -> Iterator[None]:
 
 
 def _of(hook: Any, model: nn.Module) -> bool:
-    """True if a hook is a part of how the model computes: torch's own (pruning), Transformers' (its recorders of hidden
-    states, which are traced), or of an object that the model has.
+    """True if a hook is part of what the model computes: torch's own (pruning), Transformers' (its recorders of hidden
+    states, which are traced), or a method of an object that the model has.
     """
     while isinstance(hook, partial):
         hook = hook.func
@@ -238,16 +241,19 @@ def in_backward() -> bool:
 
 
 def check_transforms() -> None:
-    """LayerwiseError within a transform of torch.func, to which what communicates is unknown."""
+    """Raises LayerwiseError within a torch.func transform, which cannot transform communication."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise LayerwiseError(
-            "the parallel module was called within a transform of torch.func (grad, vjp, jvp, vmap, jacrev, hessian): "
-            "take torch.autograd.grad(..., create_graph=True) or torch.autograd.functional"
+            "the parallel model was called within a torch.func transform (grad, vjp, jvp, vmap, jacrev, hessian), "
+            "which cannot transform communication: use torch.autograd.grad(..., create_graph=True) or "
+            "torch.autograd.functional"
         )
 
 
 def check_around(parameters: Iterable[nn.Parameter]) -> None:
-    """LayerwiseError where DistributedDataParallel calls a module that holds this one, and averages the same."""
+    """Raises LayerwiseError if DistributedDataParallel wraps a module that holds this one and averages the same
+    gradients.
+    """
     around = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
     if around is None:
         return
@@ -255,17 +261,17 @@ def check_around(parameters: Iterable[nn.Parameter]) -> None:
     averaged = {id(p) for name, p in named if p.requires_grad and name not in left_out}
     if any(id(p) in averaged for p in parameters):
         raise LayerwiseError(
-            "DistributedDataParallel is around a module that holds the parallel one, and would average its gradients "
-            "once more: leave it out, or, where that module has other parameters, name those of the parallel module in "
+            "DistributedDataParallel wraps a module that holds the parallel model, and would average its gradients a "
+            "second time: remove it, or, if that module has other parameters, list the parallel model's parameters in "
             "its `_ddp_params_and_buffers_to_ignore` first"
         )
 
 
 def check_call() -> None:
-    """LayerwiseError where torch.func or torch.utils.checkpoint calls the module, the latter within a backward pass."""
+    """Raises LayerwiseError if torch.func or torch.utils.checkpoint (within a backward pass) calls the model."""
     check_transforms()
     if in_backward() and torch.is_grad_enabled():
         raise LayerwiseError(
-            "torch.utils.checkpoint around the parallel module is not supported: call the module itself; "
-            "layerwise.run.load(..., checkpoint_activations=True) saves memory in the same way"
+            "torch.utils.checkpoint around the parallel model is not supported: call the model itself; "
+            "layerwise.run.load(..., checkpoint_activations=True) saves the same memory"
         )

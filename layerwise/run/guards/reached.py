@@ -1,4 +1,4 @@
-"""Reached: the numbers, texts and lists that a model's code reads beside tensors, to notice other ones."""
+"""Reached: the numbers, texts and lists that a model's code reads beside tensors, to notice changes."""
 
 from __future__ import annotations
 
@@ -16,26 +16,29 @@ from torch import Tensor, nn
 from layerwise.run.guards.refusals import unsupported
 
 _FOREIGN = {"torch", "numpy", "layerwise", "lightning", "pytorch_lightning", "accelerate", "tqdm", "rich"}
-_PLAIN_OBJECTS = {"types", "argparse", "collections", "builtins"}  # whose objects hold what users put into them
-_CALLED = {"forward", "__call__", "__getattr__", "__getitem__", "__iter__", "__len__"}  # without being named in code
-_MOST = 10_000  # items of a list or dict that is compared in every step: a longer one is a vocabulary
-_OF_TENSORS = {"dtype", "device", "shape"}  # which code asks tensors for, and configurations have too
+# modules of plain objects that hold what users put into them
+_PLAIN_OBJECTS = {"types", "argparse", "collections", "builtins"}
+# called without being named in code
+_CALLED = {"forward", "__call__", "__getattr__", "__getitem__", "__iter__", "__len__"}
+_MOST = 10_000  # items; a longer list or dict is a vocabulary, and is not compared in every step
+_OF_TENSORS = {"dtype", "device", "shape"}  # names that code reads from tensors, and that configurations have too
 _MISSING = object()
 Get = Callable[[str], Any]
 
 
 class Reached:
-    """What the code of a model's modules reads, as it is now: attributes, what is in them, class attributes, globals.
+    """What the code of a model's modules reads, at its present values: attributes, their contents, class attributes,
+    globals.
 
-    Found are the names in the code of `forward`, and of what that calls, in the objects that they are looked up in. The
-    attributes of the modules themselves are not among it: `Unchanged` has these.
+    The names come from the code of `forward` and of what that calls, and are looked up in the objects they refer to.
+    `Unchanged` covers the attributes of the modules themselves.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._lists: list[tuple[str, Any, Any]] = []  # with a copy each
-        self._named: list[tuple[str, Get, dict[str, Any]]] = []  # how to look up, and what was found
+        self._named: list[tuple[str, Get, dict[str, Any]]] = []  # how to look names up, and what was found
         self._seen: set[object] = set()
-        self._alive: list[object] = []  # what `_seen` has the ids of
+        self._alive: list[object] = []  # keeps alive the objects whose ids are in `_seen`
         self._buffers = set(map(id, model.buffers()))
         for path, module in model.named_modules():
             self._object(module, _CALLED, path or "the model")
@@ -44,7 +47,7 @@ class Reached:
         del self._seen, self._alive
 
     def changed(self) -> str | None:
-        """Returns what has another value now, in words."""
+        """Returns what has changed, in words; None if nothing has."""
         for where, now, before in self._lists:
             if not _equal(now, before):
                 both = {*now, *before} if isinstance(now, dict) else ()
@@ -58,7 +61,7 @@ class Reached:
         return None
 
     def __deepcopy__(self, memo: object) -> Reached:
-        return self  # what is looked at is the user's, of which a copy of the parallel module has none
+        return self  # it looks at the user's objects, which a copy of the parallel model shares
 
     def _first(self, thing: object, *more: object) -> bool:
         key = (id(thing), *more)
@@ -69,7 +72,7 @@ class Reached:
         return True
 
     def _look(self, where: str, get: Get, names: Iterable[str], read: set[str], root: object = None) -> None:
-        """Notes what is found by these names, and what is in it."""
+        """Notes what these names refer to, and its contents."""
         found = {name: get(name) for name in sorted(names)}
         noted = {name: x for name, x in found.items() if not callable(x) and not isinstance(x, types.ModuleType)}
         if noted:
@@ -78,14 +81,16 @@ class Reached:
             self._value(value, read, f"{where}.{name}" if where else name, root)
 
     def _value(self, value: Any, names: set[str], where: str, root: object = None) -> None:
-        """Notes what is in a value. names: of the code that reads it. root: the object that a function is of."""
+        """Notes the contents of a value. names: of the code that reads it. root: the object that a
+        function belongs to.
+        """
         if isinstance(value, dict | list | deque | set | tuple):
             if len(value) <= _MOST and self._first(value):
                 if not isinstance(value, tuple):
                     self._lists.append((where, value, _copy(value)))
                 for key, item in dict.items(value) if isinstance(value, dict) else enumerate(value):
                     self._value(item, names, f"{where}[{key!r}]", root)
-            if hasattr(value, "__dict__"):  # of a class of the user's
+            if hasattr(value, "__dict__"):  # an instance of a class of the user's
                 self._object(value, names, where)
         elif isinstance(value, Tensor):
             watched = not isinstance(value, nn.Parameter) and id(value) not in self._buffers
@@ -118,9 +123,9 @@ class Reached:
         own = getattr(value, "__dict__", {})
         slots = {slot for kind in type(value).__mro__ for slot in _slots(kind)}
         if isinstance(value, nn.Module):
-            for name in names & own.keys():  # of it, only what is inside
+            for name in names & own.keys():  # only what is inside
                 self._value(own[name], names, f"{where}.{name}", value)
-            of_torch = type(value).__module__.startswith("torch.")  # a ModuleList, through which code goes
+            of_torch = type(value).__module__.startswith("torch.")  # a ModuleList, which code iterates over
             for name in value._modules.keys() & (value._modules.keys() if of_torch else names):
                 self._value(value._modules[name], names, f"{where}.{name}", value)
         else:
@@ -167,7 +172,7 @@ class Reached:
 
 
 def _names(code: types.CodeType) -> Iterable[str]:
-    """Yields the names that code looks up, also those in texts, as of getattr."""
+    """Yields the names that code looks up, including those in strings, as for getattr."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -197,17 +202,17 @@ def _own(kind: type) -> bool:
 
 
 def _foreign(module: str) -> bool:
-    """True for what a user has not written: its code and its objects are not looked into."""
+    """True for code that the user has not written: layerwise does not look into it."""
     top = module.partition(".")[0]
     return top in _FOREIGN or (top in sys.stdlib_module_names and top not in _PLAIN_OBJECTS and top != "__main__")
 
 
 def check_reached(reached: Reached | None) -> None:
-    """LayerwiseError where code of the model would read another value than when it was traced."""
+    """Raises LayerwiseError if the model's code would read another value than when it was traced."""
     if reached is not None and (what := reached.changed()) is not None:
         raise unsupported(
-            f"{what}, which the model's forward reads and which was changed after the model was made parallel,",
-            "keep a number that changes in a parameter that is not trained (requires_grad=False), and write into that",
+            f"{what}, which the model's forward reads and which changed after the model was made parallel,",
+            "store a number that changes in a parameter with requires_grad=False, and write into it",
         )
 
 
@@ -225,5 +230,5 @@ def _copy(value: Any) -> Any:
 def _equal(now: object, before: object) -> bool:
     try:
         return now is before or bool(now == before)
-    except Exception:  # of arrays, or of a user's class
+    except Exception:  # arrays, or a user's class
         return False

@@ -1,4 +1,4 @@
-"""What a loop does that a plan that splits layers does not support, or would not follow: one sentence each."""
+"""Refusals: one sentence for each thing in a loop that a plan that splits layers does not support."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from layerwise.errors import LayerwiseError
 from layerwise.run.local_tensor import Version, version
 
 AS_WRITTEN = (
-    "parallelize with strategy='data', which runs the model as it is written where each rank has a sample, and no loss "
-    "or functional dropout is inside (DistributedDataParallel runs it with these, too)"
+    "parallelize with strategy='data', which runs the model as it is written, if each rank has a sample and the model "
+    "contains no loss and no functional dropout (otherwise use DistributedDataParallel)"
 )
 
 
 def unsupported(what: str, instead: str) -> LayerwiseError:
-    """Returns the error for something that a loop does; `instead`: what it can do, beside splitting samples only."""
+    """Returns the error for something that a loop does; `instead`: the alternative beside a plan that splits samples
+    only.
+    """
     return LayerwiseError(
-        f"{what} is not supported where a plan splits layers, which run as they were traced: {instead}, or {AS_WRITTEN}"
+        f"{what} is not supported if the plan splits layers, which run as they were traced: {instead}, or {AS_WRITTEN}"
     )
 
 
@@ -32,18 +34,18 @@ def _refusing(what: str, instead: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-BEFORE = "change layers before the model is made parallel, or after layerwise.restore(model)"
+BEFORE = "change layers before you parallelize the model, or after layerwise.restore(model)"
 
 
 def _changed(*_: Any, **__: Any) -> NoReturn:
     raise LayerwiseError(
-        "a parameter or buffer of one of the parallel module's layers was to be replaced or added, as prune, "
-        f"weight_norm and their removal do, and its plan goes on with those that it has: {BEFORE}"
+        "a parameter or buffer of one of the parallel model's layers was replaced or added, as prune and weight_norm "
+        f"do, but the plan uses the ones it was made with: {BEFORE}"
     )
 
 
-_CALLED = _refusing("a call or a hook of one of the model's layers", "let the model return what it is for")
-# Methods of a module of the parallel one, which stand on the instance in place of its class's.
+_CALLED = _refusing("a call or a hook of one of the model's layers", "return what you need from the model")
+# Methods set on the instance of each submodule, in place of its class's.
 REFUSED: Mapping[str, Callable[..., NoReturn]] = {
     "forward": _CALLED,
     "register_forward_hook": _CALLED,
@@ -59,9 +61,9 @@ REFUSED: Mapping[str, Callable[..., NoReturn]] = {
 
 
 class Unchanged:
-    """The attributes of all modules below `root`, as they are now: layers go on with these.
+    """The present attributes of all modules below `root`, which the layers rely on.
 
-    The root may have further ones, of the loop's own.
+    The root may get further attributes, set by the loop.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -70,28 +72,28 @@ class Unchanged:
         self._own = {name: value for name, value in vars(root).items() if name != "_layerwise"}
 
     def check(self, *, training: bool) -> None:
-        """LayerwiseError where one is another now, or a module has another mode than the whole model."""
+        """Raises LayerwiseError if an attribute has changed, or a module's mode differs from the whole model's."""
         root = vars(self._root())
         for name, now, before in [*self._attributes, ("", {key: root.get(key) for key in self._own}, self._own)]:
             before["training"] = training
-            if not _equal(now, before):  # quick where nothing was set: all values are the same objects
+            if not _equal(now, before):  # quick if nothing was set: all values are the same objects
                 keys = dict.fromkeys((*now, *before))
                 changed = next(key for key in keys if not _equal(now.get(key, self), before.get(key, self)))
                 raise unsupported(
-                    f"{changed!r} of module {name!r}, which was set after the model was made parallel,",
-                    "set it before, and train() and eval() of the whole model",
+                    f"{changed!r} of module {name!r}, set after the model was made parallel,",
+                    "set it before, and call train() and eval() on the whole model",
                 )
 
 
 def _equal(now: object, before: object) -> bool:
     try:
         return now is before or bool(now == before)
-    except Exception:  # of arrays, or of a user's class
+    except Exception:  # arrays, or a user's class
         return False
 
 
 class Structure:
-    """The parameters and modules (buffers: these, too) in their places in a module, to notice when others are there."""
+    """The parameters and modules in a module (and buffers, if asked), to notice when they are replaced."""
 
     def __init__(self, module: nn.Module, *, buffers: bool) -> None:
         # Not the modules, which would hold what holds this.
@@ -99,7 +101,7 @@ class Structure:
         self.held = self._now()
 
     def changed(self) -> bool:
-        """True if some are others than when this was made."""
+        """True if some have been replaced since."""
         now = self._now()
         return len(now) != len(self.held) or not all(map(is_, now, self.held))
 
@@ -112,12 +114,12 @@ class Structure:
 
 
 def check_places(structure: Structure) -> None:
-    """LayerwiseError where a tensor or module of the model was given another's place."""
+    """Raises LayerwiseError if a tensor or module of the model was replaced."""
     if structure.changed():
         raise LayerwiseError(
-            "the parallel module's parameters, buffers or layers are others than it was made with, as "
-            "torch.func.functional_call and parametrizations have it, and its plan goes on with those: give "
-            f"load_state_dict the values, and {BEFORE}"
+            "the parallel model's parameters, buffers or layers were replaced, as by torch.func.functional_call or "
+            "parametrizations, but the plan uses the ones it was made with: pass new values to load_state_dict, and "
+            f"{BEFORE}"
         )
 
 
@@ -127,25 +129,25 @@ def versions(parameters: Mapping[str, nn.Parameter]) -> dict[str, Version]:
 
 
 def check_unwritten(parameters: Mapping[str, nn.Parameter], before: Mapping[str, Version]) -> None:
-    """LayerwiseError where a parameter was written to since the forward pass that a backward pass belongs to.
+    """Raises LayerwiseError if a parameter was written to between a forward pass and its backward pass.
 
-    PyTorch sees that itself in tensors that kernels have saved, but not in a DTensor's part, nor in what is recomputed.
+    PyTorch notices that in tensors that kernels have saved, but not in a DTensor's shard nor in recomputation.
     """
     changed = next(
         (name for name, was in before.items() if name in parameters and version(parameters[name]) != was), None
     )
     if changed is not None:
         raise LayerwiseError(
-            f"parameter {changed!r} was written to between its forward pass and its backward pass, which needs the "
-            "values of before: step the optimizer after the backward pass"
+            f"parameter {changed!r} was modified between its forward pass and its backward pass, which needs the old "
+            "values: step the optimizer after the backward pass"
         )
 
 
 def check_frozen(frozen: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """LayerwiseError where one of the parameters that were frozen is trained."""
+    """Raises LayerwiseError if a parameter that was frozen is now trained."""
     thawed = next((name for name, p in frozen if p.requires_grad), None)
     if thawed is not None:
         raise LayerwiseError(
-            f"parameter {thawed!r} was frozen when the plan was made, so nobody adds up its gradients: make the "
-            "model parallel again, with requires_grad=True from the beginning"
+            f"parameter {thawed!r} was frozen when the plan was made, so its gradients would not be summed: set "
+            "requires_grad=True first, and parallelize the model again"
         )

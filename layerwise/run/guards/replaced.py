@@ -1,4 +1,4 @@
-"""Parameters that nobody trains: any use of them that would go unnoticed raises a sentence."""
+"""Parameters that nobody trains: any use of them raises, so that none goes unnoticed."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from torch.utils._pytree import tree_leaves
 from layerwise.errors import LayerwiseError
 from layerwise.run.local_tensor import is_dtensor
 
-NOW = "_layerwise_now"  # the attribute of a replaced parameter that has the one in its place
+NOW = "_layerwise_now"  # a replaced parameter's attribute that holds its successor
 
 
 class ReplacedParameter(nn.Parameter):
-    """A parameter that the model has had: others are in its place, which an optimizer or a list of before lacks."""
+    """A former parameter of the model. Others are in its place, but an optimizer or a list may still hold it."""
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """LayerwiseError."""
+        """Raises LayerwiseError."""
         raise LayerwiseError(
-            "a parameter was used that is the model's no more, as parallelize and apply() put others in its place: "
-            "take those from model.parameters(), and build the optimizer over the returned model's parameters"
+            "a parameter was used that is no longer the model's, because parallelize or apply() replaced it: take "
+            "parameters from model.parameters(), and build the optimizer after parallelize returns"
         )
 
 
 def replace_parameter(p: object, now: nn.Parameter) -> None:
-    """Has any use of a parameter raise, as the model has another one now, and frees its memory."""
+    """Makes any use of a parameter raise, as `now` has replaced it in the model, and frees its memory."""
     kind = type(p)
     if (
         isinstance(p, nn.Parameter) and issubclass(kind, nn.Parameter) and kind is not ReplacedParameter
@@ -41,13 +41,13 @@ def replace_parameter(p: object, now: nn.Parameter) -> None:
 
 
 def parameter_now(p: nn.Parameter) -> nn.Parameter:
-    """Returns the parameter that the model has now in the place of one of before."""
+    """Returns the parameter that has replaced a former one in the model."""
     now: nn.Parameter = p.__dict__.get(NOW, p)
     return now
 
 
 class UnkeptTensor(Tensor):
-    """A stand-in of a tensor that the forward pass sets on a layer, as weight_norm does, and the run does not."""
+    """A stand-in for a tensor that the forward pass sets on a layer, as weight_norm does, but the run does not."""
 
     is_leaf = True  # for copies of the model
 
@@ -55,11 +55,11 @@ class UnkeptTensor(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """LayerwiseError."""
+        """Raises LayerwiseError."""
         raise LayerwiseError(
-            "a tensor that the model's forward pass sets on a layer, as weight_norm and prune do, was used, and a plan "
-            "that splits layers does not set it: let the model return what it is for, or, to prune it or to remove "
-            "these, call layerwise.restore(model) and then the model once"
+            "a tensor was used that the model's forward pass sets on a layer, as weight_norm and prune do, but a plan "
+            "that splits layers does not set: return what you need from the model, or, to prune or to remove these, "
+            "call layerwise.restore(model) and then run the model once"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnkeptTensor:
@@ -67,17 +67,17 @@ class UnkeptTensor(Tensor):
 
 
 class UnreadParameter(nn.Parameter):
-    """A parameter that the model's forward pass does not read, so that no plan's layer has it, and nobody trains it."""
+    """A parameter that the model's forward pass does not read: no layer of the plan has it, and nobody trains it."""
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Returns what `func` makes of it. LayerwiseError where a gradient would be wanted of that."""
+        """Returns `func` of it. Raises LayerwiseError if the result would need a gradient."""
         kwargs = kwargs or {}
         if any(isinstance(x, Tensor) and is_dtensor(x) for x in tree_leaves((args, kwargs))):
             if not torch.is_grad_enabled():
-                return NotImplemented  # it is a full tensor beside those
+                return NotImplemented  # it is a full tensor, as the others are
             raise _unread()
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
@@ -88,6 +88,6 @@ class UnreadParameter(nn.Parameter):
 
 def _unread() -> LayerwiseError:
     return LayerwiseError(
-        "a parameter that the model's forward pass does not read was used outside of it, and would not be trained "
-        "where a plan splits layers: let the model return what it is for, or make it a parameter of the loop's own"
+        "a parameter that the model's forward pass does not read was used outside it, and would not be trained if the "
+        "plan splits layers: return what you need from the model, or make it a parameter of your loop"
     )

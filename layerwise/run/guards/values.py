@@ -1,4 +1,4 @@
-"""Values: of buffers that a split plan does not read again, to notice others."""
+"""Values: notices changed values of buffers that a split plan does not read again."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from layerwise.run.local_tensor import digest, local_tensor, version
 
 
 class Values:
-    """The values that tensors have now. read: returns the tensors by name, which later may be others."""
+    """The present values of tensors. read: returns the tensors by name; later they may have other values."""
 
     def __init__(self, read: Callable[[], Mapping[str, Tensor]]) -> None:
         self._read = read
         self._before = {name: (id(x), version(x), _bits(local_tensor(x))) for name, x in read().items()}
 
     def changed(self) -> str | None:
-        """Returns the name of a tensor that has other values now."""
+        """Returns the name of a tensor whose values have changed, or None."""
         for name, tensor in self._read().items():
             number, before, bits = self._before.get(name, (0, (0, 0), None))
             now, local = version(tensor), local_tensor(tensor)
@@ -32,15 +32,14 @@ class Values:
 
 
 def _bits(tensor: Tensor) -> int | None:
-    """Returns a digest of its values; None where it has none, on the meta device."""
+    """Returns a digest of the tensor's values; None if it has none, on the meta device."""
     return None if tensor.is_meta else digest(tensor)
 
 
 def check_folded(values: Values) -> None:
-    """LayerwiseError where a buffer that the layers were traced with has other values now."""
+    """Raises LayerwiseError if a buffer that the layers were traced with has changed."""
     if (name := values.changed()) is not None:
         raise LayerwiseError(
-            f"buffer {name!r} was given other values after the model was made parallel, by load_state_dict or by hand, "
-            "and the plan's layers were traced with those of before: give the model its values before it is made "
-            f"parallel, or {AS_WRITTEN}"
+            f"buffer {name!r} changed after the model was made parallel, by load_state_dict or by hand, but the plan's "
+            f"layers were traced with its old values: set the values before you parallelize the model, or {AS_WRITTEN}"
         )

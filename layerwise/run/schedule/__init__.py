@@ -1,1 +1,1 @@
-"""What a rank computes, sends and receives under a plan."""
+"""Schedules: what a rank computes, sends and receives under a plan."""

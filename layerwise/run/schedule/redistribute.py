@@ -1,6 +1,6 @@
-"""Redistribution: a transfer on torch.distributed, and the way back, its adjoint.
+"""Redistribution: a transfer on torch.distributed, and its adjoint for the backward pass.
 
-With gloo everything is messages, which are faster than its collectives (`comm.process`).
+With gloo everything is sent as messages, which are faster than its collectives (`comm.process`).
 """
 
 from __future__ import annotations
@@ -17,42 +17,42 @@ from layerwise.geometry import Box
 from layerwise.partition.moved import Transfer
 from layerwise.trace import NOTHING, Spans
 
-Messages = Sequence[tuple[int, Tensor]]  # (peer, what travels)
+Messages = Sequence[tuple[int, Tensor]]  # (peer, tensor)
 
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A tensor on its way, whose source is not to be written to until it has landed."""
+    """A tensor under way; do not write to its source until it has landed."""
 
     handle: Handle
-    land: Callable[[], Tensor | None]  # makes it of what was received
+    land: Callable[[], Tensor | None]  # builds the tensor from what was received
 
     def finish(self) -> Tensor | None:
-        """Waits for the tensor, once, and returns it."""
+        """Waits for the tensor, and returns it. Call it once."""
         self.handle.wait()
         return self.land()
 
 
 def landed(x: Tensor | None) -> Flight:
-    """Returns a flight that has ended."""
+    """Returns a flight that has ended, with x."""
     return Flight(Done(), lambda: x)
 
 
 @dataclass(frozen=True, slots=True)
 class TimedTransfer:
-    """A redistribution one way, with its span. `start`: of this rank's part of a tensor."""
+    """A redistribution in one direction, with its trace span. `start`: takes this rank's part of a tensor."""
 
     name: str
     start: Callable[[Tensor | None], Flight]
     spans: Spans
 
     def __call__(self, x: Tensor | None) -> Tensor | None:
-        """Moves a tensor, and waits for it."""
+        """Transfers a tensor, and waits for it."""
         with self.spans.span(self.name, "transfers"):
             return self.start(x).finish()
 
     def begin(self, x: Tensor | None) -> Flight:
-        """Starts to move a tensor, for `finish`. In a trace the span ends when the network is done."""
+        """Starts to transfer a tensor, for `finish`. In a trace the span ends when the network is done."""
         trace = self.spans.trace
         if trace is None:
             with self.spans.span(self.name, "transfers"):
@@ -75,12 +75,12 @@ class Redistribution:
     transfer: Transfer
     comm: Comm
     what: str  # for error messages
-    kind: TrafficKind = "transfers"  # what its bytes are counted as
+    kind: TrafficKind = "transfers"  # the kind that its bytes are counted as
     margins: tuple[tuple[int, int], ...] = ()  # zeros (low, high) around the box `need`, by dimension; (): none
 
     @property
     def room(self) -> Box | None:
-        """Returns the box `need` with its margins: what is made where something travels, and what a gradient is of."""
+        """Returns the box `need` with its margins: the shape that is received, and that its gradient has."""
         need = self.transfer.need
         if need is None or not self.margins:
             return need
@@ -88,14 +88,14 @@ class Redistribution:
         return Box(lo, tuple(x + high for x, (_, high) in zip(need.hi, self.margins, strict=True)))
 
     def kept(self, x: Tensor | None, like: Tensor) -> Tensor | None:
-        """Returns the box `need` where nothing travels: it is a part of the box `own`, or holds no element."""
+        """Returns the box `need` if nothing is sent: it lies in the box `own`, or is empty."""
         t = self.transfer
         if t.need is None:
             return None
         return like.new_empty(t.need.shape) if t.kept is None else _part(x, t.own, t.kept)
 
     def begin(self, x: Tensor | None, like: Tensor) -> Flight:
-        """Starts to move x from the box `own` to the box `need`; `like` has the type and device of what is received.
+        """Starts to move x from the box `own` to the box `need`; what is received has the type and device of `like`.
 
         None is a box of zeros.
         """
@@ -122,7 +122,7 @@ class Redistribution:
         return Flight(self._move(x, [(peer, _part(x, t.own, box)) for peer, box in t.sends], received, self.what), land)
 
     def begin_adjoint(self, g: Tensor | None, like: Tensor) -> Flight:
-        """Starts the way back: gradients of `need` are added up in `own`, in the order of the ranks after this one's.
+        """Starts the backward transfer: adds gradients of `need` up in `own`, in the order of ranks after this one.
 
         None is a gradient of zeros.
         """
@@ -149,18 +149,18 @@ class Redistribution:
         return Flight(self._move(g, sent, received, f"{self.what}, backward"), land)
 
     def _move(self, x: Tensor | None, sent: Messages, received: Messages, what: str) -> Handle:
-        """Starts the collective that the pattern names, or messages."""
+        """Starts the collective that matches the pattern, or messages."""
         comm, group = self.comm, self.transfer.group
         if comm.collectives and self.transfer.pattern == "all-to-all" and group:
             return self._all_to_all(sent, received, what)
         if comm.collectives and self.transfer.pattern == "gather" and x is not None:
-            local = sent[0][1].contiguous().view(-1)  # what a stride picks out of a line stays a view if flattened
+            local = sent[0][1].contiguous().view(-1)  # strided slices of a line stay views when flattened
             out = local.new_empty((len(group), local.numel()))
             return Then(comm.all_gather(out, local, group, self.kind, what), lambda: _take_rows(out, group, received))
         return comm.exchange([(peer, part.contiguous()) for peer, part in sent], received, self.kind, what)
 
     def _all_to_all(self, sent: Messages, received: Messages, what: str) -> Handle:
-        """Starts an all-to-all of equal parts; what stays here is not sent."""
+        """Starts an all-to-all of equal shards; this rank's own shard is not sent."""
         group, flat = self.transfer.group, {peer: part.reshape(-1) for peer, part in sent}
         size = next(iter(flat.values()))
         empty = size.new_zeros(size.shape)
@@ -179,9 +179,9 @@ class Redistribution:
         return Flight(handle, lambda: self._own_part(out.view(shape), kept, like, own_only=True))
 
     def _own_part(self, g: Tensor | None, origin: Box | None, like: Tensor, *, own_only: bool) -> Tensor:
-        """Returns what this rank's own gradient adds to its own box; a fresh tensor unless nothing else will be added.
+        """Returns this rank's own contribution to its own box: a new tensor, unless nothing else will be added.
 
-        origin: the box that `g` is of.
+        origin: the box that `g` covers.
         """
         t = self.transfer
         assert t.own is not None

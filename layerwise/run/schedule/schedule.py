@@ -1,18 +1,18 @@
-"""Schedule: what a rank does of a plan, layer by layer: its boxes, what arrives and what it computes."""
+"""Schedule: what a rank does in each layer of a plan: its boxes, what it receives and what it computes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise, starmap
+from itertools import starmap
 
 import numpy as np
 import torch
 
 from layerwise.comm.base import Comm, Group, TrafficKind
-from layerwise.config import States
+from layerwise.config import States, fewer
 from layerwise.errors import LayerwiseError
-from layerwise.geometry import Box, boundaries
+from layerwise.geometry import Box, in_proportion
 from layerwise.graph.layer import Layer
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.ops.base import Role
@@ -29,10 +29,10 @@ from layerwise.run.schedule.work import LayerWork, work
 
 
 def places(graph: LayerGraph, plan: Plan) -> dict[str, Place]:
-    """Returns the place of every layer of the plan's graph by rank, at whatever batch the graph has."""
-    ranks, result = np.argsort(plan.device_order), {}  # the device that each rank is
+    """Returns the place of every layer of the plan's graph by rank, at the graph's batch size."""
+    ranks, result = np.argsort(plan.device_order), {}  # each rank's device
     for layer in graph.layers:
-        config = data_parallel(layer, plan.gpus) if layer.end else plan.strategy[layer.name]
+        config = data_parallel(layer, plan.gpus, plan.shares) if layer.end else plan.strategy[layer.name]
         unfed = layer.name in graph.unfed
         result[layer.name] = place(layer, config, plan.gpus, plan.io, unfed=unfed).on(ranks)
     return result | read(graph, result) if plan.io == "boxes" else result
@@ -42,14 +42,15 @@ def samples(plan: Plan, batch: int) -> tuple[slice, ...]:
     """Returns the samples of a global batch that each rank feeds: cell i of min(N, batch), in the plan's order."""
     if plan.io != "sample":
         return (slice(0, batch),) * plan.gpus
-    cuts = boundaries(batch, min(plan.gpus, batch)).tolist()
-    shares = [slice(a, b) for a, b in pairwise(cuts)]
-    shares += [slice(batch, batch)] * (plan.gpus - len(shares))
+    weights = fewer(plan.shares or (1,) * plan.gpus, batch)  # the first ones, of equal devices
+    cuts = in_proportion(batch, tuple(w for w in weights if w)).tolist()
+    ends = np.cumsum(np.array(weights) > 0).tolist()
+    shares = [slice(cuts[end - (w > 0)], cuts[end]) for w, end in zip(weights, ends, strict=True)]
     return tuple(shares[device] for device in np.argsort(plan.device_order).tolist())
 
 
 def shardings(graph: LayerGraph, plan: Plan) -> dict[str, tuple[Sharding, States]]:
-    """Returns, by the model's name, the parameters that ranks with the same box share out, and how."""
+    """Returns how ranks with the same box shard each parameter, by the model's name."""
     ranks, sharding_of = np.argsort(plan.device_order), dict[str, tuple[Sharding, States]]()
     for layer in graph.inner:
         config = plan.strategy[layer.name]
@@ -66,8 +67,8 @@ def parameter_boxes(graph: LayerGraph, by_layer: Mapping[str, Place]) -> dict[st
         for name, p in layer.own_parameters():
             if name in boxes:
                 raise LayerwiseError(
-                    f"layer {layer.name!r} uses buffer {name!r} that another layer has, too, such as a batch norm that "
-                    "is called twice: give each use a module of its own"
+                    f"layer {layer.name!r} shares buffer {name!r} with another layer, like a batch norm that is called "
+                    "twice: give each use its own module"
                 )
             boxes[name] = by_layer[layer.name].holds(p).each
     return boxes
@@ -77,11 +78,11 @@ def parameter_boxes(graph: LayerGraph, by_layer: Mapping[str, Place]) -> dict[st
 class ScheduledEdge:
     """One input of a layer."""
 
-    source: str  # the layer that makes it
+    source: str  # the layer that computes it
     redistribution: Redistribution  # how it travels
     backward: bool  # whether a gradient comes back
-    stays: bool  # whether nothing travels, and all that this rank has is used
-    within: bool  # whether what its source keeps of its own output is kept in what arrives
+    stays: bool  # whether nothing is sent, and all that this rank has is used
+    within: bool  # whether the source's saved output is saved as a part of what is received
 
     @property
     def what(self) -> str:
@@ -95,34 +96,34 @@ class ScheduledEdge:
 
     @property
     def needs(self) -> bool:
-        """True if this rank is given some of it."""
+        """True if this rank needs some of it."""
         need = self.redistribution.transfer.need
         return need is not None and need.volume > 0
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledLayer:
-    """A layer on this rank."""
+    """One layer on this rank."""
 
     layer: Layer
     edges: tuple[ScheduledEdge, ...]
     work: LayerWork | None  # None: this rank has no part of it
     parameters: tuple[str | None, ...]  # the model's names; None for a tied one, which is an edge
-    elsewhere: tuple[str, ...]  # parameters of which this rank has none, as it has no part of the layer
-    dtype: torch.dtype | None  # of the floating-point output; None: as it comes
+    elsewhere: tuple[str, ...]  # parameters that only other ranks hold, as this rank has no part of the layer
+    dtype: torch.dtype | None  # of the floating-point output; None: that of the inputs
     backward: bool  # whether a gradient flows through it
-    autocast: torch.dtype | None  # what autocast casts to around it; None: it is off
+    autocast: torch.dtype | None  # the type that autocast casts to in it; None: autocast is off
     recompute: bool  # whether what its backward pass reads is recomputed
-    gathered: bool  # whether its parameters are full while it computes only
-    returned: bool  # whether an output depends on it; else it is there for what training leaves in its buffers
+    gathered: bool  # whether its parameters are full only while it computes
+    returned: bool  # whether an output depends on it; otherwise it is there for the buffers that training updates
 
 
 class Schedule:
-    """One rank's layers for one global batch, in the order in which all ranks go through them.
+    """One rank's layers for one global batch, in the order that all ranks follow.
 
-    blocks: the layers of the blocks in which some are recomputed, by the name of the last one. groups: of ranks whose
-    transfers are collectives. statistics: of ranks that share a layer's. sinks: the boxes that the ranks get of each
-    output. within: layers of whose output this rank keeps what a reader is given.
+    blocks: the layers of blocks with recomputation, by the name of the last layer. groups: ranks whose transfers are
+    collectives. statistics: ranks that share a layer's statistics. sinks: each rank's box of each output. within:
+    layers whose output this rank saves as a part of what a reader receives.
     """
 
     def __init__(self, graph: LayerGraph, plan: Plan, comm: Comm, options: RuntimeOptions) -> None:
@@ -141,7 +142,7 @@ class Schedule:
         self.blocks = self._blocks() if self._recomputed else {}
 
     def program(self, kind: StepKind) -> Program:
-        """Returns the order in which all ranks do what they do, without the sums of gradients."""
+        """Returns the instructions of all ranks, in order, without the gradient sums."""
         edges = [(layer.layer.name, slot, edge) for layer in self.layers for slot, edge in enumerate(layer.edges)]
         facts = StrategyFacts(
             travels={(name, slot) for name, slot, edge in edges if edge.travels},
@@ -152,13 +153,15 @@ class Schedule:
         return program(self.graph, self._io, facts, kind)
 
     def input_boxes(self) -> dict[str, Box]:
-        """Returns the box of each input that this rank is to be given; of what it computes nothing of, all."""
+        """Returns the box of each input that this rank must be fed; the full input, if it computes nothing from it."""
         inputs = [layer for layer in self.graph.layers if layer.role is Role.INPUT]
         boxes = {layer.name: self.places[layer.name].owned.each[self.comm.rank] for layer in inputs}
         return {layer.name: boxes[layer.name] or Box.full(layer.out.shape) for layer in inputs}
 
     def _to_recompute(self, plan: Plan) -> frozenset[str]:
-        """Returns the layers that the plan recomputes, or all that gain by it, where activations are checkpointed."""
+        """Returns the layers that the plan recomputes, or all that save memory by it if activations
+        are checkpointed.
+        """
         names = {name for name, config in plan.strategy.items() if config.recompute and self.graph.has_gradient[name]}
         return frozenset(names) | (recomputable(self.graph) if self.options.recompute else frozenset())
 
@@ -227,11 +230,11 @@ class Schedule:
         return need
 
     def _keeps_its_box(self, sink: Layer, slot: int) -> bool:
-        """Returns whether (io boxes) a rank gets its box of an output, not all of it, as of a loss or Dice."""
+        """Returns whether, with io boxes, a rank gets its own box of an output. A loss or Dice is returned in full."""
         return sink.specs[slot].index("n") is not None and sink.inputs[slot] not in self.graph.losses
 
     def _unread(self) -> frozenset[str]:
-        """Returns layers whose part on this rank nobody reads, as it is differentiated on other ranks only."""
+        """Returns layers whose part on this rank nobody reads, though other ranks differentiate theirs."""
         read = {
             edge.source
             for scheduled in self.layers
@@ -244,12 +247,12 @@ class Schedule:
         )
 
     def type_of(self, layer: Layer) -> torch.dtype | None:
-        """Returns the element type that a layer's output has on the wire."""
+        """Returns the element type in which a layer's output is sent."""
         if not layer.out.differentiable and layer.end:
             return None
         return self.options.element_type(layer.out.dtype, self.graph)
 
 
 def _holds_all(part: Transfer) -> bool:
-    """True if what this rank needs holds all of its own box."""
+    """True if what this rank needs contains all of its own box."""
     return part.own is not None and part.own.volume > 0 and part.kept == part.own

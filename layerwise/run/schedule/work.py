@@ -1,4 +1,4 @@
-"""Work: what one rank computes of one layer, compiled from the same geometry that priced it."""
+"""Work: what one rank computes of one layer, from the same geometry that prices it."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from layerwise.partition.place import Place
 class LayerWork:
     """A rank's part of a layer."""
 
-    name: str  # the layer's
-    number: int  # the layer's in the graph, by which it draws random numbers
+    name: str  # the layer's name
+    number: int  # the layer's number in the graph, which its random numbers depend on
     stages: tuple[LocalStage, ...]
-    statistics: tuple[Group, ...]  # for each stage the ranks that share its statistics; (): none need to
-    reduction: Reduction | None  # of partial sums, where the contraction dimension is split
+    statistics: tuple[Group, ...]  # for each stage, the ranks that share its statistics; (): none
+    reduction: Reduction | None  # of partial sums, if the contraction dimension is split
 
     @property
     def communicates(self) -> bool:
-        """True if its ranks talk to each other while they compute it."""
+        """True if the layer's ranks communicate while they compute it."""
         return self.reduction is not None or any(self.statistics)
 
     @property
     def margins(self) -> Mapping[int, tuple[int, int]]:
-        """Returns the zeros (low, high) by dimension that the main operator copies around its first input."""
+        """Returns the zeros (low, high), by dimension, with which the main operator pads its first input."""
         main = self.stages[0]
         return main.stage.op.margins(main.training) if main.views and not main.views[0] else {}
 
     def padded(self) -> LayerWork:
-        """Returns the same work, for a first input that comes with its margins."""
+        """Returns the same work for a first input that includes its margins."""
         return replace(self, stages=(self.stages[0].padded(), *self.stages[1:]))
 
     def run(
@@ -51,7 +51,7 @@ class LayerWork:
         training: bool,
         seed: int,
     ) -> Tensor:
-        """Returns the rank's box of the output. Every rank of the layer calls it at the same point of the plan."""
+        """Returns the rank's box of the output. Every rank of the layer must call it at the same point of the plan."""
         reduction = self.reduction
         return run_stages(
             self.stages,
@@ -64,7 +64,7 @@ class LayerWork:
 
 
 def work(layer: Layer, number: int, place: Place, comm: Comm, *, local_batch_norm: bool) -> LayerWork | None:
-    """Returns a rank's part of a layer, None where it has none. `number` is the layer's in the graph."""
+    """Returns a rank's part of a layer, or None. `number` is the layer's in the graph."""
     rank = comm.rank
     cell, owned = place.computed.each[rank], place.owned.each[rank]
     if cell is None or owned is None:
@@ -77,7 +77,7 @@ def work(layer: Layer, number: int, place: Place, comm: Comm, *, local_batch_nor
 
 
 def summing(comm: Comm, group: Group, what: str) -> Callable[[Tensor], Tensor] | None:
-    """Returns a function that sums a tensor over a group; None where it is none. `what`: for error messages."""
+    """Returns a function that sums a tensor over a group; None for no group. `what`: for error messages."""
     if not group:
         return None
 
@@ -90,14 +90,16 @@ def summing(comm: Comm, group: Group, what: str) -> Callable[[Tensor], Tensor] |
 
 
 def _reduce_scatter(partial: Tensor, comm: Comm, reduction: Reduction, what: str) -> Tensor:
-    """Returns this rank's part of the sum of all ranks' partial sums of a box (reduce-scatter); back: an all-gather."""
+    """Returns this rank's shard of the sum of all ranks' partial sums (reduce-scatter); its
+    backward is an all-gather.
+    """
     ways = (lambda x: _summed(x, comm, reduction, what)), (lambda x: _gathered(x, comm, reduction, what))
     total: Tensor = _Linear.apply(partial, *ways)  # type: ignore[no-untyped-call]
     return total
 
 
 class _Linear(torch.autograd.Function):
-    """A linear function of a tensor and its adjoint, `back`, each of which is the other's backward pass."""
+    """A linear function of a tensor and its adjoint `back`; each is the other's backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
@@ -110,7 +112,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _summed(partial: Tensor, comm: Comm, reduction: Reduction, what: str) -> Tensor:
-    """Returns this rank's part of the sum, added up in the order of the ranks."""
+    """Returns this rank's shard of the sum, added up in the order of the ranks."""
     parts = {rank: partial[box.slices(reduction.cell)].contiguous() for rank, box in reduction.owned}
     own_part = parts.pop(comm.rank)
     received = [(rank, torch.empty_like(own_part)) for rank in parts]

@@ -1,1 +1,1 @@
-"""A rank's parameters and buffers: their boxes, their first values."""
+"""A rank's parameters and buffers: their boxes and their initial values."""

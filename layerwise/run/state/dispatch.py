@@ -1,4 +1,4 @@
-"""What PyTorch's operations make of PlanDTensors: of this rank's shards, or of full tensors."""
+"""How PyTorch's operations treat PlanDTensors: on this rank's shards, or on full tensors."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from layerwise.run.local_tensor import like
 from layerwise.run.state.meshes import all_ranks, check_alike, everywhere, of_rank, shard_of
 from layerwise.run.state.operations import each, operation, reduced
 
-SHARED = list[tuple[Any, Tensor]]()  # what the last operation has made a view of, and the full tensor
+SHARED = list[tuple[Any, Tensor]]()  # the base of the last operation's view, and the full tensor
 
 
 def full_of(x: Any) -> Any:
-    """Returns the full tensor of a DTensor, and anything else as it is."""
+    """Returns the full tensor of a DTensor, and anything else unchanged."""
     return everywhere(x) if isinstance(x, DTensor) else x
 
 
 def _beside(x: Any, target: DTensor) -> Any:
-    """Returns what of an argument is this rank's, beside its part of `target`; NotImplemented where it does not fit."""
+    """Returns this rank's part of an argument beside its part of `target`; NotImplemented if it does not fit."""
     if not isinstance(x, Tensor):
         return x
     if isinstance(x, DTensor):
@@ -42,7 +42,7 @@ def _beside(x: Any, target: DTensor) -> Any:
 
 
 def _plain(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Returns the tensors among an operation's arguments, and in lists of these, that are no DTensors."""
+    """Returns the plain tensors (no DTensors) among an operation's arguments, including those in lists."""
     plain = []
     for x in (*args, *kwargs.values()):
         for one in x if isinstance(x, list | tuple) else (x,):
@@ -52,10 +52,10 @@ def _plain(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
 
 
 def _check_written(plain: Iterable[Tensor], target: DTensor) -> None:
-    """LayerwiseError where plain tensors beside what is written to are others on other ranks.
+    """Raises LayerwiseError if plain tensors written into a DTensor differ between ranks.
 
-    Numbers are looked at where gradients are on, as optimizers have theirs within no_grad. In autograd's formulas what
-    is plain is the mean over the ranks.
+    Numbers are checked only if gradients are on, as optimizers use theirs within no_grad. In autograd's formulas a
+    plain tensor is the mean over the ranks.
     """
     least = 0 if torch.is_grad_enabled() else 1
     looked_at = [x for x in plain if x.numel() > least]
@@ -64,7 +64,7 @@ def _check_written(plain: Iterable[Tensor], target: DTensor) -> None:
 
 
 def locally(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Returns what an element-wise operation makes of this rank's shards; NotImplemented where that is not right."""
+    """Returns an element-wise operation's result on this rank's shards; NotImplemented if that would be wrong."""
     outputs, target = operation(func).outputs, None
     if outputs:
         target = kwargs[outputs[0]] if isinstance(outputs[0], str) else args[outputs[0]]
@@ -79,7 +79,7 @@ def locally(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if outputs:
             _check_written(plain, target)
         elif not in_backward() and any(x.numel() > 1 for x in plain):
-            return NotImplemented  # each rank may have another one
+            return NotImplemented  # each rank may have a different one
     local_args = [_beside(x, target) if isinstance(x, Tensor) else x for x in args]
     named = {key: _beside(x, target) for key, x in kwargs.items()}
     for x in (*local_args, *named.values()):
@@ -92,13 +92,13 @@ def locally(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def of_lists(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Returns what an operation makes of lists of tensors: of PlanDTensors and of others, each by themselves."""
+    """Returns an operation's result on lists of tensors: PlanDTensors and others are computed separately."""
     of, first, made = operation(func), args[0], dict[int, Any]()
     dtensors = [i for i, x in enumerate(first) if isinstance(x, DTensor)]
     others = [i for i, x in enumerate(first) if not isinstance(x, DTensor)]
     for written in of.written(args, kwargs):
         if written and len(written) == len(first) and any(not isinstance(written[i], DTensor) for i in dtensors):
-            return in_full(func, args, kwargs)  # an optimizer's state is one device's: full tensors
+            return in_full(func, args, kwargs)  # an optimizer's state is that of one device: full tensors
     p = float(args[1] if len(args) > 1 else 2) if of.name == "_foreach_norm" else 0.0
     if p > 0 and dtensors:
         made = dict(zip(dtensors, reduced(("norm", p), [first[i] for i in dtensors], kwargs.get("dtype")), strict=True))
@@ -122,15 +122,15 @@ def of_lists(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def in_full(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Returns what an operation makes of full tensors, on all ranks; DTensors that it writes to have their part of it.
+    """Returns an operation's result on full tensors, on all ranks; DTensors that it writes to get their shards.
 
-    All ranks call this. LayerwiseError where it would change a shape.
+    All ranks must call this. Raises LayerwiseError if it would change a shape.
     """
     of = operation(func)
     if torch.Tag.inplace_view in func.tags:
         raise LayerwiseError(
-            f"{of.name}() would change the shape of a parameter that the plan splits, or its gradient, in place: take "
-            f"what {of.name.removesuffix('_')}() returns"
+            f"{of.name}() would change, in place, the shape of a parameter that the plan splits, or of its gradient: "
+            f"use the result of {of.name.removesuffix('_')}() instead"
         )
     written = [x for x in tree_leaves(of.written(args, kwargs)) if isinstance(x, DTensor)]
     if written:

@@ -1,8 +1,8 @@
 """The parameters of a split plan as DTensors, so that PyTorch's own functions see full parameters on every rank.
 
-A DTensor lies on a mesh of ranks, of which each axis cuts one dimension or none: axis by axis, the outermost first.
+A DTensor lies on a mesh of ranks. Each mesh axis shards one dimension or none, the outermost axis first.
 
-Imported where a plan needs it only: `torch.distributed.tensor` takes 0.7 s.
+Import this only if a plan needs it: `torch.distributed.tensor` takes 0.7 s.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from layerwise.run.local_tensor import like
 from layerwise.run.state.meshes import ALL_RANKS, box_at
 from layerwise.run.state.plan_dtensor import wrap
 
-Ranks = NDArray[np.int64]  # of a mesh, an axis an axis of it
+Ranks = NDArray[np.int64]  # of a mesh, with the mesh's axes
 
 
-# Of one parameter: the ranks that have some of it, and its placements by axis of their mesh.
+# For one parameter: the ranks that hold some of it, and its placement for each axis of their mesh.
 Placed = tuple[Ranks, tuple[Placement, ...]]
 
 
 def placement(each: Each, shape: tuple[int, ...], order: Sequence[int]) -> Placed | None:
-    """Returns how one parameter is shared out, None where its boxes are not those of any DTensor.
+    """Returns how one parameter is sharded; None if its boxes are not those of any DTensor.
 
-    The axes are the prime factors of the number of ranks that have some of it, in the order of the devices: ascending,
-    so that all parameters of the same ranks share a mesh, unless only another order of the factors says the boxes.
+    The axes are the prime factors of the number of ranks that hold some of it, in the order of the devices: ascending,
+    so that all parameters of the same ranks share a mesh, unless only another order of the factors gives the boxes.
     """
     holders = [rank for rank in order if each[rank] is not None]
     for axes in dict.fromkeys(permutations(prime_factors(len(holders)) or (1,))):
         ranks = np.array(holders, np.int64).reshape(axes)
-        # torch sorts the ranks of a process group: a part's number must be its rank's place in the group.
+        # torch sorts the ranks of a process group, so a shard's index must be its rank's index in the group.
         if all((np.diff(ranks, axis=axis) > 0).all() for axis in range(ranks.ndim)):
             placements = _placements(ranks, each)
             if placements is not None and all(
@@ -57,7 +57,9 @@ def placement(each: Each, shape: tuple[int, ...], order: Sequence[int]) -> Place
 
 
 def _placements(ranks: Ranks, each: Each) -> tuple[Placement, ...] | None:
-    """Returns, by axis, a shard of the dimension in which the last box differs from the first; None for several."""
+    """Returns, by axis, a shard of the dimension in which the last box differs from the first; None
+    if several differ.
+    """
     first, placements = each[int(ranks.flat[0])], list[Placement]()
     for axis in range(ranks.ndim):
         last = each[int(ranks[tuple(-1 if i == axis else 0 for i in range(ranks.ndim))])]
@@ -80,13 +82,13 @@ class MeshSharding:
     shape: tuple[int, ...]  # of the full parameter
 
     def wrap(self, local: Tensor) -> DTensor:
-        """Returns the DTensor of which this rank has `local`, in the same memory."""
+        """Returns the DTensor whose local tensor on this rank is `local`, in the same memory."""
         stride = tuple(prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
         meta = TensorMeta(torch.Size(self.shape), stride, local.dtype)
         return wrap(local, DTensorSpec(self.mesh, self.placements, meta))
 
     def says(self, tensor: Tensor) -> bool:
-        """True if a DTensor lies so."""
+        """True if a DTensor has this mesh and these placements."""
         assert isinstance(tensor, DTensor)
         return tensor.device_mesh == self.mesh and tensor.placements == self.placements
 
@@ -94,16 +96,16 @@ class MeshSharding:
 def shardings(
     boxes: Mapping[str, Each], shapes: Mapping[str, tuple[int, ...]], order: Sequence[int], comm: Comm
 ) -> dict[str, MeshSharding]:
-    """Returns the placements of all parameters, on meshes made now; none where `comm` has no mesh. All ranks call this.
+    """Returns the placements of all parameters, on new meshes; none if `comm` has no mesh. All ranks must call this.
 
-    boxes: by rank. order: the rank that each device of the plan is. LayerwiseError where boxes are those of no DTensor.
+    boxes: by rank. order: the rank of each device of the plan. Raises LayerwiseError if boxes are those of no DTensor.
     """
     everyone = placement((Box((), ()),) * comm.size, (), order)
     placed = {name: one for name, each in boxes.items() if (one := placement(each, shapes[name], order)) is not None}
     if everyone is None or len(placed) < len(boxes):
         raise LayerwiseError(
-            f"the plan's devices are ranks {tuple(order)}, and PyTorch cannot share out the parameters in that "
-            "order: number the ranks of a node one after the other, as torchrun does"
+            f"the plan's devices are ranks {tuple(order)}, and PyTorch cannot shard the parameters in that order: "
+            "number the ranks of a node consecutively, as torchrun does"
         )
     meshes: dict[str, DeviceMesh | None] = {}
     for ranks, _ in (everyone, *placed.values()):
@@ -121,7 +123,7 @@ def shardings(
 
 
 def move(tensor: Tensor, local: Tensor) -> None:
-    """Gives a DTensor, which others refer to, another local tensor: of another type, or on another device."""
+    """Replaces the local tensor of a DTensor that others refer to: for another type, or another device."""
     assert isinstance(tensor, DTensor)
     moved: Any = like(tensor, local)
     with torch._C.DisableTorchFunctionSubclass():

@@ -1,9 +1,9 @@
-"""Initial values: a rank's box of each parameter, from what the model comes with or drawn by position.
+"""Initial values: a rank's box of each parameter, from the model's own values or drawn by position.
 
-Where every rank has built the model by itself and the values differ, rank 0's win, as with DDP.
+If every rank has built the model itself and the values differ, rank 0's win, as with DDP.
 
-No rank ever makes more of a parameter than it owns: stored values are sliced where they lie, drawn ones depend on the
-place of an element in the full tensor only, so that any cut of it, one device's too, has the same values.
+No rank ever creates more of a parameter than it owns. Stored values are sliced where they are; drawn values depend only
+on an element's position in the full tensor, so any split, one device included, has the same values.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from layerwise.run.local_tensor import digest
 
 
 def drawn_as(graph: LayerGraph) -> dict[str, Parameter]:
-    """Returns how each tied parameter is drawn: as the first layer that uses it would draw its own."""
+    """Returns how each tied parameter is drawn: as the first layer that uses it would."""
     return {
         layer.inputs[len(layer.specs) + i]: layer.space.parameters[p]
         for layer in reversed(graph.layers)
@@ -37,7 +37,7 @@ def drawn_as(graph: LayerGraph) -> dict[str, Parameter]:
 
 
 def drawn(name: str, p: Parameter, box: Box, seed: int, dtype: torch.dtype) -> Tensor:
-    """Returns PyTorch's default initial values for this kind of parameter, of 16 bits rounded from float32's."""
+    """Returns PyTorch's default initial values for this kind of parameter; 16-bit ones are rounded from float32."""
     stream, exact = combine(seed, zlib.crc32(name.encode())), torch.promote_types(dtype, torch.float32)
     if p.initial == "uniform":
         return ((2.0 * uniform(stream, box, p.shape, dtype=exact) - 1.0) * p.scale).to(dtype)
@@ -47,13 +47,13 @@ def drawn(name: str, p: Parameter, box: Box, seed: int, dtype: torch.dtype) -> T
 
 
 def stored(network: Network, name: str, box: Box | None, shape: tuple[int, ...]) -> Tensor | None:
-    """Returns the values that the network comes with, of `box` (None: all); None where it has none."""
+    """Returns the network's own values of `box` (None: all), or None if it has none."""
     value = network.value(name)
     if value is None or (isinstance(value, Tensor) and value.device.type == "meta"):
         return None
     array = value if isinstance(value, Tensor) else np.asarray(value)
     if prod(array.shape) != prod(shape):
-        raise LayerwiseError(f"{name!r} is stored with shape {tuple(array.shape)}, and the model computes with {shape}")
+        raise LayerwiseError(f"{name!r} is stored with shape {tuple(array.shape)}, but the model computes with {shape}")
     if not isinstance(array, Tensor):
         return torch.from_numpy(np.array(array.reshape(shape)[box.slices() if box else ...]))
     value = array.detach().reshape(shape)
@@ -61,23 +61,23 @@ def stored(network: Network, name: str, box: Box | None, shape: tuple[int, ...])
 
 
 def initial(network: Network, layer: Layer, name: str, p: Parameter, box: Box, seed: int, dtype: torch.dtype) -> Tensor:
-    """Returns this box's first values; LayerwiseError where there are none and nothing can be drawn."""
+    """Returns this box's initial values. Raises LayerwiseError if there are none and none can be drawn."""
     value = stored(network, name, box, p.shape)
     if value is not None:
         return value.to(dtype) if value.is_floating_point() else value
     if not p.trainable and name not in layer.frozen and name.rpartition(".")[2] not in ("running_mean", "running_var"):
         raise LayerwiseError(
-            f"layer {layer.name!r}: constant {name!r} has no value (the model is on the meta device): build the model "
-            "with its constants, or give its weights"
+            f"layer {layer.name!r}: constant {name!r} has no value, as the model is on the meta device: build the "
+            "model with its constants, or pass its weights"
         )
     return drawn(name, p, box, seed, dtype)
 
 
 def broadcast_values(tensors: Mapping[str, Tensor], comm: Comm) -> None:
-    """Writes rank 0's parameters and buffers into `tensors` of the others, where theirs differ.
+    """Writes rank 0's parameters and buffers into the other ranks' `tensors`, if theirs differ.
 
-    A model on the meta device has no values: they are drawn by position, alike on all ranks. CommError where the ranks
-    have built different models.
+    A model on the meta device has no values: they are drawn by position, equal on all ranks. Raises CommError if the
+    ranks have built different models.
     """
     if comm.size == 1:
         return

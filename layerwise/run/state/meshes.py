@@ -1,6 +1,6 @@
-"""DTensors of several meshes, of all ranks and of some: what all ranks have of them, as plain tensors.
+"""DTensors on several meshes, of all ranks and of some: the plain tensors that all ranks get from them.
 
-A layer on some of the ranks has its parameters there alone, as DTensors of a sub-mesh.
+If a layer is on some of the ranks, only these hold its parameters, as DTensors on a sub-mesh.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from layerwise.geometry import Box
 from layerwise.run.local_tensor import digest
 
 UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
-ALL_RANKS: dict[DeviceMesh, DeviceMesh] = {}  # by sub-mesh: the mesh of all ranks
+ALL_RANKS: dict[DeviceMesh, DeviceMesh] = {}  # sub-mesh -> the mesh of all ranks
 
 
 def plain_dtensor(tensor: DTensor) -> DTensor:
-    """Returns it as PyTorch's own DTensor, in the same memory."""
+    """Returns PyTorch's own DTensor in the same memory."""
     plain: DTensor = DTensor(tensor._local_tensor, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
     return plain
 
 
-@cache  # many parameters have one shape, and a large mesh has many coordinates
+@cache  # many parameters have the same shape, and a large mesh has many coordinates
 def box_at(shape: tuple[int, ...], axes: tuple[int, ...], at: tuple[int, ...], cuts: tuple[Placement, ...]) -> Box:
-    """Returns the box that a DTensor of this shape has at a coordinate of a mesh, which has these extents."""
+    """Returns the box of a DTensor of this shape at a coordinate `at` of a mesh with these axes."""
     extents, lo = _compute_local_shape_and_global_offset(shape, axes, list(at), cuts)
     return Box(lo, tuple(a + n for a, n in zip(lo, extents, strict=True)))
 
 
 def shard_of(full: Tensor, like: DTensor) -> Tensor:
-    """Returns this rank's shard of a full tensor that lies as `like` does; an empty one where this rank has none."""
+    """Returns this rank's shard of a full tensor, placed like `like`; an empty one if this rank has none."""
     spec = like._spec
     at = spec.mesh.get_coordinate()
     if at is None:
@@ -60,13 +60,13 @@ def all_reduce(tensor: Tensor, mesh: DeviceMesh, kind: ReduceOp.RedOpType = Redu
 
 
 def is_first(tensor: DTensor) -> bool:
-    """True if this rank is the lowest that has its shard."""
+    """True if no lower rank has the same shard."""
     at = tensor.device_mesh.get_coordinate()
     return at is not None and not any(i for i, p in zip(at, tensor.placements, strict=True) if not p.is_shard())
 
 
 def everywhere(tensor: DTensor) -> Tensor:
-    """Returns the full tensor, on every rank, also of a DTensor that lies on some. All ranks call this alike."""
+    """Returns the full tensor on every rank, even of a DTensor on some ranks. All ranks must call this."""
     mesh = tensor.device_mesh
     if mesh not in ALL_RANKS:
         return tensor._local_tensor if tensor._spec.is_replicated() else plain_dtensor(tensor).full_tensor()
@@ -78,7 +78,7 @@ def everywhere(tensor: DTensor) -> Tensor:
 
 
 def of_rank(tensor: Tensor, rank: int, mesh: DeviceMesh) -> Tensor:
-    """Returns one rank's tensor, on all: bit by bit, as others have zeros of it."""
+    """Returns one rank's tensor on all ranks, bit by bit: the others add zeros."""
     same = tensor.detach().clone(memory_format=torch.contiguous_format)
     bits = same.view(-1).view(torch.uint8)
     if torch.distributed.get_rank() != rank:
@@ -88,24 +88,24 @@ def of_rank(tensor: Tensor, rank: int, mesh: DeviceMesh) -> Tensor:
 
 
 def check_alike(tensors: Iterable[Tensor], mesh: DeviceMesh) -> None:
-    """LayerwiseError where plain tensors are others on other ranks. All ranks of the mesh call it."""
+    """Raises LayerwiseError if plain tensors differ between ranks. All ranks of the mesh must call it."""
     number = sum((i + 1) * digest(x) for i, x in enumerate(tensors)) % 2**62
     most = torch.tensor([number, -number], device=mesh.device_type)
     all_reduce(most, mesh, ReduceOp.MAX)
     if most[0] != -most[1]:
         raise LayerwiseError(
-            "a tensor that is another one on each rank, such as noise or a loss, was written to a parameter that the "
-            "plan splits, or to its gradient, of which each rank has a part: make it alike on all ranks before"
+            "a tensor that differs between ranks, such as noise or a loss, was written to a parameter that the plan "
+            "splits, or to its gradient: make it equal on all ranks first"
         )
 
 
 def unscale(gradients: Sequence[Tensor], infinite: Tensor, scale: Tensor) -> None:
-    """Divides gradients by GradScaler's scale; an infinity of any rank is found on all."""
+    """Divides gradients by GradScaler's scale; an infinity on any rank is reported on all."""
     dtensors = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
     if len(dtensors) < len(gradients):
         raise LayerwiseError(
-            "GradScaler was given the parallel model's parameters together with others, in one optimizer: give each an "
-            "optimizer of its own"
+            "GradScaler got an optimizer with both the parallel model's parameters and others: use a separate "
+            "optimizer for each"
         )
     UNSCALE([gradient._local_tensor for gradient in dtensors], infinite, scale)
     for mesh in dict.fromkeys(map(all_ranks, dtensors)):

@@ -1,4 +1,4 @@
-"""The user's module as the state of a run: its tensors, what its forward pass writes, and what attributes hold."""
+"""The user's module as the state of a run: its tensors, the buffers that it writes, and tensors in attributes."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from layerwise.tensorfile import dtype_name
 
 
 def settle_values(module: nn.Module, network: Network, graph: LayerGraph, options: RuntimeOptions) -> None:
-    """Moves the module's tensors, in place; those of the meta device are replaced by drawn ones."""
+    """Moves the module's tensors in place; those on the meta device are replaced by drawn values."""
     described = {
         name: (layer, drawn_as(graph).get(name, p)) for layer in graph.layers for name, p in layer.own_parameters()
     }
     names = {id(tensor): network.keys[key] for key, tensor in module.state_dict(keep_vars=True).items()}
-    settled: dict[int, Tensor] = {}  # a tensor may have several places in the module
+    settled: dict[int, Tensor] = {}  # a tensor may occur several times in the module
     for child in module.modules():
         for slots in (child._parameters, child._buffers):
             for key, tensor in slots.items():
@@ -52,7 +52,7 @@ def _made(
     network: Network,
     options: RuntimeOptions,
 ) -> Tensor:
-    """Returns a value as `State` makes it: drawn by position; zeros for what the network does not compute with."""
+    """Returns a value as `State` would create it: drawn by position; zeros if the network does not compute with it."""
     if name in described:
         layer, p = described[name]
         dtype = options.element_type(dtype_name(tensor.dtype), network.graph)
@@ -65,7 +65,7 @@ def _made(
 
 
 def map_kept_losses(module: nn.Module, treat: Callable[[Tensor], Tensor]) -> None:
-    """Puts `treat` of the differentiable tensors that are in attributes in their places."""
+    """Replaces differentiable tensors in the module's attributes by `treat` of them."""
     for owner in module.modules():
         for name, value in list(vars(owner).items()):
             holds = isinstance(value, Tensor | list | tuple | dict) and not name.startswith("_")
@@ -74,7 +74,7 @@ def map_kept_losses(module: nn.Module, treat: Callable[[Tensor], Tensor]) -> Non
 
 
 class ModelState:
-    """Shards and the full state dict, by the names that the network has."""
+    """Shards and the full state dict, by the network's names."""
 
     def __init__(self, keys: Mapping[str, str], graph: LayerGraph, module: nn.Module, comm: Comm) -> None:
         self._module, self.comm, self._aliases = weakref.ref(module), comm, aliases_of(keys)
@@ -108,19 +108,19 @@ class ModelState:
         return dict(self.module.named_parameters())
 
     def sharing(self, name: str) -> Group:
-        """Returns all ranks, each of which holds every tensor."""
+        """Returns all ranks: each holds every tensor."""
         return tuple(range(self.comm.size))
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Returns copies on the CPU; rank 0's, where ranks have running statistics of their own."""
+        """Returns copies on the CPU; rank 0's, if ranks have running statistics of their own."""
         full = {key: tensor.detach().clone().contiguous() for key, tensor in self.module.state_dict().items()}
         broadcast_values(full, self.comm)
         return {key: value.cpu() for key, value in full.items()}
 
     def load(self, state_dict: Mapping[str, Any], *, strict: bool, assign: bool) -> Any:
-        """Loads a state dict into the module, also of lazy tensors. LayerwiseError where it does not fit."""
+        """Loads a state dict into the module, lazy tensors included. Raises LayerwiseError if it does not fit."""
         values = {key: value if isinstance(value, Tensor) else value[...] for key, value in state_dict.items()}
-        if hasattr(state_dict, "_metadata"):  # versions of modules, which old state dicts are converted by
+        if hasattr(state_dict, "_metadata"):  # module versions, by which old state dicts are converted
             values = type("Versioned", (dict,), {"_metadata": state_dict._metadata})(values)
         try:
             own: Any = self.module._layerwise.own_class  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""An operation of PyTorch: what it reads and writes, whether it goes element by element, or makes one number."""
+"""Operations of PyTorch: what one reads and writes, and whether it is element-wise or a reduction to a number."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from layerwise.run.state.meshes import all_ranks, all_reduce, is_first
 SAME_PLACES = frozenset(("detach", "alias", "clone", "_to_copy", "zero_", "fill_", "copy_", "record_stream"))
 OF_SHAPE = frozenset(("new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided"))
 OF_LISTS = ("_foreach_", "_fused_")
-NUMBERS = ("_foreach_norm", "_foreach_max", "_foreach_powsum")  # of lists, that are not element by element
+NUMBERS = ("_foreach_norm", "_foreach_max", "_foreach_powsum")  # of lists, but not element-wise
 
 
 class Operation(NamedTuple):
-    """What is known of an operation before it runs."""
+    """The properties of an operation that are known before it runs."""
 
     name: str
     of_lists: bool
-    elementwise: bool  # whether each element of the result is made of the elements in its place
-    outputs: tuple[int | str, ...]  # the arguments that it writes to, by place, or by name as `out=` is
-    view: bool  # whether the result is in the memory of an argument
+    elementwise: bool  # whether each element of the result depends only on the elements at its position
+    outputs: tuple[int | str, ...]  # the arguments that it writes to, by index, or by name like `out=`
+    view: bool  # whether the result shares the memory of an argument
 
     def written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """Returns the values of the arguments that it writes to."""
@@ -36,13 +36,13 @@ class Operation(NamedTuple):
 
 @cache
 def operation(func: Any) -> Operation:
-    """Returns what is known of one."""
+    """Returns the properties of an operation."""
     schema = func._schema
     name, arguments = schema.name.removeprefix("aten::"), schema.arguments
     writes = [(i, a) for i, a in enumerate(arguments) if a.alias_info and a.alias_info.is_write]
     of_lists = name.startswith(OF_LISTS)
     pointwise = torch.Tag.pointwise in func.tags or name in SAME_PLACES or name.endswith("_like")
-    tensors = all(str(made.type) == "Tensor" for made in schema.returns)  # `equal` makes one bool of all
+    tensors = all(str(made.type) == "Tensor" for made in schema.returns)  # `equal` returns a bool
     return Operation(
         name,
         of_lists,
@@ -55,17 +55,17 @@ def operation(func: Any) -> Operation:
 
 
 def each(act: Callable[[Any], Any], values: Iterable[Any]) -> tuple[Any, ...]:
-    """Returns what `act` makes of an operation's arguments or results, and of those in lists."""
+    """Returns `act` of an operation's arguments or results, and of those in lists."""
     return tuple(type(v)(map(act, v)) if isinstance(v, list | tuple) else act(v) for v in values)
 
 
 Number = tuple[str, float]  # "sum", "mean", "max", "min", "all", "any", or "norm" and its p
-NEUTRAL = {"max": -inf, "min": inf, "all": 1.0}  # what changes nothing, where it is not 0
-ACROSS = {"mean": "sum", "max": "amax", "min": "amin"}  # what the ranks' numbers make of them
+NEUTRAL = {"max": -inf, "min": inf, "all": 1.0}  # the neutral element, if it is not 0
+ACROSS = {"mean": "sum", "max": "amax", "min": "amin"}  # how the ranks' numbers are combined
 
 
 def one_number(func: Any, args: Sequence[Any]) -> Number | None:
-    """Returns what an operation makes of all elements of a tensor; None where it makes something else."""
+    """Returns which number an operation reduces a tensor to; None if it returns anything else."""
     name, overload = operation(func).name, func._schema.overload_name
     if name in ("sum", "mean", "max", "min", "all", "any") and not overload:
         return (name, 0.0) if name not in ("max", "min") or args[0].is_floating_point() else None
@@ -81,7 +81,7 @@ def _norm(p: float) -> Number | None:
 
 
 def reduced(what: Number, tensors: Sequence[DTensor], dtype: torch.dtype | None) -> list[Tensor]:
-    """Returns the number that each tensor makes, alike on all ranks, by one message a kind of mesh and type."""
+    """Returns the number of each tensor, equal on all ranks, with one message for each kind of mesh and type."""
     places, made = dict[tuple[DeviceMesh, torch.dtype], list[int]](), dict[int, Tensor]()
     for i, x in enumerate(tensors):
         places.setdefault((all_ranks(x), x.dtype), []).append(i)
@@ -107,6 +107,6 @@ def reduced(what: Number, tensors: Sequence[DTensor], dtype: torch.dtype | None)
 
 
 def _shard(tensor: DTensor, neutral: float) -> Tensor:
-    """Returns this rank's shard, if it is the first that has it, else what changes nothing."""
+    """Returns this rank's shard if it is the first to hold it, else the neutral element."""
     shard = tensor._local_tensor
     return shard if is_first(tensor) and shard.numel() else shard.new_full((1,), neutral)

@@ -1,14 +1,17 @@
-"""PlanDTensor: a parameter of a split plan, its gradient, what an optimizer keeps of it. All else is plain.
+"""PlanDTensor: a parameter of a split plan, its gradient, or its optimizer state. Everything else is a plain tensor.
 
-What is computed of some is a plain tensor, alike on all ranks, but for what goes element by element:
+Results computed from PlanDTensors are plain tensors, equal on all ranks, unless the operation is element-wise:
 
-- Element-wise operations go to the local tensors, and make a PlanDTensor. A number beside them is as it is, and so is
-  this rank's part of a plain tensor that is written to them. Those read beside a plain tensor are full tensors.
-- Sums, means, norms, maxima: what each rank's shards make, then one message of all ranks.
-- Everything else is computed of full tensors, which all ranks put together. What it writes to has its part of it.
+- Element-wise operations run on the local tensors and return a PlanDTensor. Numbers are used as they are, and of a
+plain
+  tensor that is written into a PlanDTensor each rank takes its part. If a plain tensor is read, the result is a full
+  tensor.
+- Sums, means, norms, maxima: computed on each rank's shards, then combined by one message of all ranks.
+- Everything else is computed on full tensors, which all ranks gather. PlanDTensors that it writes to get their shards.
 - Random numbers are rank 0's.
 
-The gradient of such a plain tensor is the mean over the ranks, as those of the model are. All ranks compute the same.
+The gradient of such a plain tensor is the mean over the ranks, like the model's gradients. All ranks must run the same
+operations.
 """
 
 from __future__ import annotations
@@ -42,13 +45,13 @@ from layerwise.run.state.meshes import (
 )
 from layerwise.run.state.operations import OF_SHAPE, one_number, operation, reduced
 
-COMPUTED = frozenset(("data", "T", "mT", "H", "mH"))  # attributes that are further tensors
+COMPUTED = frozenset(("data", "T", "mT", "H", "mH"))  # attributes that are tensors
 DISPATCHES = torch.__version__ >= "2.13"
-ASKS = frozenset(("grad", "backward"))  # functions that ask for gradients of it
+ASKS = frozenset(("grad", "backward"))  # functions that ask for its gradient
 
 
 class _Kind(torch._C._TensorMeta):
-    """The class of PlanDTensor's class, which is DTensor in PyTorch's lists of types whose lists functions take."""
+    """The metaclass of PlanDTensor, which equals DTensor in the lists of types that PyTorch's functions accept."""
 
     def __eq__(cls, other: object) -> bool:  # noqa: N805
         return cls is other or other is DTensor
@@ -57,13 +60,13 @@ class _Kind(torch._C._TensorMeta):
 
 
 class PlanDTensor(DTensor, metaclass=_Kind):
-    """A DTensor of a plan's mesh, of all ranks or of some."""
+    """A DTensor on a mesh of a plan, of all ranks or of some."""
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Returns what `func` makes of it, which autograd follows where gradients are wanted."""
+        """Returns `func`'s result, which autograd tracks if gradients are wanted."""
         kwargs, name = kwargs or {}, func.__name__
         with torch._C.DisableTorchFunctionSubclass():
             if name in ASKS or (name in ("__get__", "__set__") and func.__self__.__name__ not in COMPUTED):
@@ -84,7 +87,7 @@ class PlanDTensor(DTensor, metaclass=_Kind):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
     ) -> Any:
-        """Returns what the operation makes: see the module."""
+        """Returns the operation's result: see the module."""
         kwargs, of = kwargs or {}, operation(func)
         if of.elementwise and not of.of_lists and (found := locally(func, args, kwargs)) is not NotImplemented:
             return found
@@ -92,11 +95,10 @@ class PlanDTensor(DTensor, metaclass=_Kind):
             return unscale(*args)
         if func.namespace == "c10d":
             raise LayerwiseError(
-                "parameters that the plan splits were to be sent as they are, by a collective of the loop's own, which "
-                "is not needed (their gradients are summed, and p.full_tensor() is all of one), or by "
-                "DistributedDataParallel around a module that holds the parallel one: leave it out, or, where that "
-                "module has other parameters, name those of the parallel one in its "
-                "`_ddp_params_and_buffers_to_ignore` first"
+                "a collective outside layerwise, or DistributedDataParallel around a module that holds the parallel "
+                "model, tried to send parameters that the plan splits: remove it, as gradients are summed already and "
+                "p.full_tensor() returns a full parameter. If that module has other parameters, list the parallel "
+                "model's in its `_ddp_params_and_buffers_to_ignore` first"
             )
         if of.name == "is_same_size":
             return args[0].shape == args[1].shape
@@ -110,72 +112,74 @@ class PlanDTensor(DTensor, metaclass=_Kind):
         return in_full(func, args, kwargs)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """Returns the full tensor, on every rank. All ranks call it."""
+        """Returns the full tensor, on every rank. All ranks must call it."""
         full: Tensor = _Full.apply(self) if torch.is_grad_enabled() and self.requires_grad else everywhere(self)  # type: ignore[no-untyped-call]
         return full
 
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **options: Any
     ) -> DTensor:
-        """Returns PyTorch's own DTensor of the values, redistributed."""
+        """Returns PyTorch's own DTensor with the values redistributed."""
         if all(isinstance(placement, Replicate) for placement in placements or self.placements):
             mesh = device_mesh if device_mesh not in (None, self.device_mesh) else all_ranks(self)
             return DTensor.from_local(full_of(self.detach()), mesh, (Replicate(),) * mesh.ndim, run_check=False)
         return plain_dtensor(self).redistribute(device_mesh, placements, **options)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Returns what pickle writes of it: this rank's shard, which `_shard_of` gives to no other rank."""
+        """Returns what pickle writes: this rank's shard, which `_shard_of` loads on no other rank."""
         if self._spec.is_replicated() and all_ranks(self) is self.device_mesh:
             return plain_dtensor(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
         return _shard_of, (torch.distributed.get_rank(), plain_dtensor(self))
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Returns an array of the full tensor."""
+        """Returns the full tensor as an array."""
         return full_of(self.detach() if force else self).numpy(force=force)
 
     def tolist(self) -> Any:
         """Returns the full tensor as a list."""
         return everywhere(self).tolist()
 
-    def storage(self) -> NoReturn:  # what safetensors and Accelerate know shared memory by
-        """LayerwiseError: a file of it would have this rank's part."""
+    def storage(self) -> NoReturn:  # by which safetensors and Accelerate detect shared memory
+        """Raises LayerwiseError: a file would contain this rank's shard only."""
         raise LayerwiseError(
-            "the memory of a parameter that the plan splits was asked for, as safetensors and Accelerate's save_model "
-            "and save_state do, and each rank has a part of it: give accelerator.save(model.full_state_dict(), file), "
-            "or safetensors' save_file model.full_state_dict(), which every rank calls"
+            "safetensors, or Accelerate's save_model or save_state, asked for the memory of a parameter that the plan "
+            "splits, where each rank has only a shard: call accelerator.save(model.full_state_dict(), file), or "
+            "safetensors' save_file with model.full_state_dict(), on every rank"
         )
 
     @property
-    def _fsdp_orig_uid(self) -> NoReturn:  # what fully_shard asks a parameter for, from torch 2.13 on
+    def _fsdp_orig_uid(self) -> NoReturn:  # read by fully_shard from torch 2.13 on
         raise LayerwiseError(
-            "parameters that the plan splits are shared out already, and fully_shard of a module that holds the "
-            "parallel one would share them out once more: leave fully_shard out"
+            "fully_shard of a module that holds the parallel model would shard again parameters that the plan already "
+            "splits: remove fully_shard"
         )
 
     def bring(self, gradient: Tensor) -> Tensor:
-        """Returns a gradient of it as this lies, also a plain one of all of it, as some of autograd's formulas make."""
+        """Returns a gradient placed like this tensor; `gradient` may be plain and full, as some autograd formulas
+        return.
+        """
         full = everywhere(gradient) if isinstance(gradient, DTensor) else gradient
         return like(self, shard_of(full, self).contiguous())
 
     def retire(self) -> None:
-        """Has any use of it raise, as the model has other parameters now."""
+        """Makes any use of it raise, as the model has other parameters now."""
         self.__class__ = RetiredDTensor
 
 
 class RetiredDTensor(PlanDTensor):
-    """A parameter of a model that is plain again."""
+    """A former parameter of a model that is no longer parallel."""
 
     __torch_function__ = ReplacedParameter.__torch_function__
 
 
 class PartView(Tensor):
-    """A view of a parameter, such as `p[0]`, in a full tensor: what is written to it is written to the parameter."""
+    """A view of a parameter, such as `p[0]`, within a full tensor; writes to it also go to the parameter."""
 
     _of: tuple[PlanDTensor, Tensor]
 
     @staticmethod
     def of(view: Tensor, p: PlanDTensor, full: Tensor) -> Tensor:
-        """Returns one."""
+        """Returns a PartView of p."""
         part = view.as_subclass(PartView)
         part._of = p, full
         return part
@@ -184,7 +188,7 @@ class PartView(Tensor):
     def __torch_function__(
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Returns what `func` makes of the plain tensor."""
+        """Returns `func`'s result on the plain tensor."""
         kwargs = kwargs or {}
         some = [x for x in tree_leaves((args, kwargs)) if isinstance(x, cls)]
         with torch._C.DisableTorchFunctionSubclass():
@@ -201,28 +205,28 @@ class PartView(Tensor):
 
 
 class _Dispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context in which operations of any PlanDTensor run as its class says."""
+    """A context in which operations on any PlanDTensor run as its class defines."""
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
     ) -> Any:
-        """Returns what that class makes of these, and PyTorch of tensors of which none is one."""
+        """Returns that class's result, or PyTorch's if no argument is a PlanDTensor."""
         kwargs = kwargs or {}
         some = any(isinstance(x, PlanDTensor) for x in tree_leaves((args, kwargs)))
         return PlanDTensor.__torch_dispatch__(func, types, args, kwargs) if some else func(*args, **kwargs)
 
 
 def _dispatched(func: Any, args: Any, kwargs: Any) -> Any:
-    """Returns what `func` makes; a view of a PlanDTensor writes to that, too."""
+    """Returns `func`'s result; a view of a PlanDTensor writes to it too."""
     SHARED.clear()
     if DISPATCHES:
         result = func(*args, **kwargs)
     else:
-        with _Dispatch():  # type: ignore[no-untyped-call] # C++ takes an object of a subclass for a DTensor
+        with _Dispatch():  # type: ignore[no-untyped-call]  # C++ treats an object of a subclass like a DTensor
             result = func(*args, **kwargs)
     if not SHARED or type(result) is not Tensor:
         return result
-    p, full = SHARED.pop()  # of an operation of several, such as a norm of a view, the result may be no view
+    p, full = SHARED.pop()  # with several operations, such as a norm of a view, the result may not be a view
     return PartView.of(result, p, full) if _shared(result, full) else result
 
 
@@ -231,7 +235,7 @@ def _shared(x: Tensor, full: Tensor) -> bool:
 
 
 def _writes(name: str, kwargs: Mapping[str, Any]) -> bool:
-    """True if a function writes to its first argument, or to `out=`: x.add_(1), x += 1, x[0] = 1."""
+    """True if a function writes to its first argument or to `out=`: x.add_(1), x += 1, x[0] = 1."""
     special = name.startswith("__") and name.endswith("__")
     return kwargs.get("out") is not None or (name in INPLACE if special else name.endswith("_"))
 
@@ -241,7 +245,7 @@ INPLACE = frozenset(("__setitem__", *(f"__i{operator}__" for operator in OPERATO
 
 
 def _followed(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
-    """Returns what `func` makes for autograd to follow, in full beside plain tensors, which may be a rank's own."""
+    """Returns `func`'s result for autograd to track, on full tensors beside plain ones, which may differ by rank."""
     dtensors = {id(x): x for x in tensors if isinstance(x, PlanDTensor)}
     if any(not isinstance(x, DTensor) for x in tensors):
         full = {key: _Full.apply(x) for key, x in dtensors.items()}  # type: ignore[no-untyped-call]
@@ -254,21 +258,23 @@ def _followed(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> A
 
 
 def _shard_of(rank: int, tensor: DTensor) -> DTensor:
-    """Returns a shard that rank `rank` has pickled. LayerwiseError on another rank, which would take it for its own."""
+    """Returns a shard that rank `rank` has pickled. Raises LayerwiseError on another rank, which would use it as its
+    own.
+    """
     if torch.distributed.is_initialized() and torch.distributed.get_rank() == rank:
         return tensor
     raise LayerwiseError(
-        f"the file has the shards of rank {rank} alone, as torch.save(model.state_dict()) writes them where a plan "
-        "splits layers: save model.full_state_dict(), which every rank calls, or with layerwise.save or "
+        f"the file has only rank {rank}'s shards, as torch.save(model.state_dict()) writes them if a plan splits "
+        "layers: save model.full_state_dict(), called on every rank, or use layerwise.save or "
         "torch.distributed.checkpoint"
     )
 
 
-torch.serialization.add_safe_globals([_shard_of])  # as PyTorch does for its own DTensors
+torch.serialization.add_safe_globals([_shard_of])  # PyTorch does the same for its own DTensors
 
 
 def wrap(local: Tensor, spec: DTensorSpec) -> PlanDTensor:
-    """Returns the DTensor of this local tensor, made as FSDP2 does; `from_local` goes through autograd."""
+    """Returns the DTensor of this local tensor, built as FSDP2 does; `from_local` would go through autograd."""
     dtensor: PlanDTensor = PlanDTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
     return dtensor
 
@@ -285,18 +291,18 @@ def _put(p: Tensor, where: Any, value: Any) -> None:
 
 
 def _set_data(p: PlanDTensor, value: Tensor) -> None:
-    """Writes `p.data = value`, in the memory of before. LayerwiseError for another shape or type."""
+    """Writes `p.data = value` into the existing memory. Raises LayerwiseError for another shape or type."""
     if value.shape != p.shape or value.dtype != p.dtype:
         raise LayerwiseError(
-            "p.data = x was written of a parameter that the plan splits over the ranks, with another shape or type: "
-            "give load_state_dict the values, and change types by model.to()"
+            "p.data = x changes the shape or type of a parameter that the plan splits over the ranks: pass values to "
+            "load_state_dict, and convert types with model.to()"
         )
     with torch.no_grad():
         p.copy_(value)
 
 
 class _Mean(torch.autograd.Function):
-    """What all ranks have alike; its gradient is the mean over the ranks, as those of parameters are."""
+    """A tensor that is equal on all ranks; its gradient is the mean over the ranks, like parameters' gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -310,7 +316,7 @@ class _Mean(torch.autograd.Function):
 
 
 class _Full(torch.autograd.Function):
-    """The full tensor of a PlanDTensor; the gradient is the rank's part of the mean over the ranks."""
+    """The full tensor of a PlanDTensor; the gradient is this rank's part of the mean over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, p: PlanDTensor) -> Tensor:

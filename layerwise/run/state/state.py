@@ -1,4 +1,4 @@
-"""State: this rank's boxes of a network's parameters and buffers, and what the full network's state dict has."""
+"""State: this rank's boxes of a network's parameters and buffers, and the full network's state dict."""
 
 from __future__ import annotations
 
@@ -31,24 +31,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A box of one of the model's parameters or buffers. Boxes of one name are equal or disjoint over the ranks."""
+    """A box of one of the model's parameters or buffers. On different ranks, boxes of one name are
+    equal or disjoint.
+    """
 
-    name: str  # the model's
+    name: str  # the model's name
     aliases: tuple[str, ...]  # its other names in the model
-    shape: tuple[int, ...]  # of all of it
-    box: Box  # what of it this rank holds
+    shape: tuple[int, ...]  # of the full tensor
+    box: Box  # the box that this rank holds
     tensor: Tensor  # the values of the box
     trainable: bool  # whether it is a parameter
     first: bool  # whether this rank is the lowest that holds this box
 
     @property
     def full(self) -> bool:
-        """True if the box is all of it."""
+        """True if the box is the full tensor."""
         return self.box.shape == self.shape
 
 
 def aliases_of(keys: Mapping[str, str]) -> dict[str, list[str]]:
-    """Returns the other names that the model has for a parameter or buffer, by its name in the graph."""
+    """Returns the model's other names for each parameter or buffer, by its name in the graph."""
     aliases: dict[str, list[str]] = {}
     for key, name in keys.items():
         if key != name:
@@ -60,12 +62,12 @@ COUNT = "num_batches_tracked"
 
 
 class State:
-    """A rank's boxes of parameters and buffers. tree: their places in the model. boxes: of every rank, by name.
+    """A rank's boxes of parameters and buffers. tree: their places in the model. boxes: every rank's, by name.
 
-    Where some rank holds a part only of some of them, they are DTensors, and every rank has them all; ranks that are no
-    processes have their own boxes as tensors.
-    shardings: how they lie on the ranks, by name; empty where they are no DTensors.
-    types: the element types of the values that the network has brought, by name.
+    If some rank holds only a part of some of them, all are DTensors, on every rank; ranks that are not processes have
+    their own boxes as plain tensors.
+    shardings: the placements, by name; empty if they are not DTensors.
+    types: the element types of the network's own values, by name.
     """
 
     def __init__(
@@ -77,7 +79,7 @@ class State:
         options: RuntimeOptions,
         root: nn.Module,
     ) -> None:
-        """order: the rank that each device of the plan is."""
+        """order: the rank of each device of the plan."""
         self.graph, self.boxes, self.comm, self.options = network.graph, boxes, comm, options
         self.shardings = self._shardings(order)
         self.tree = Tree(network, root)
@@ -96,7 +98,7 @@ class State:
         return shardings(self.boxes, shapes, order, self.comm)
 
     def _fill(self, network: Network) -> None:
-        """Creates the boxes, then puts them into the model. The network's own values are let go of."""
+        """Creates the boxes, then puts them into the model, and drops the network's own values."""
         users, values = drawn_as(self.graph), dict[str, Tensor]()
         for layer in self.graph.layers:
             for name, own in layer.own_parameters():
@@ -123,24 +125,26 @@ class State:
 
     @property
     def extra(self) -> dict[str, Tensor]:
-        """Returns what the network does not compute with (counters), full, on every rank, by the model's names."""
+        """Returns tensors that the network does not compute with (counters), full, on every rank,
+        by the model's names.
+        """
         return self.tree.extra()
 
     def count(self) -> None:
-        """Counts a training step more."""
+        """Adds one training step to the counters."""
         for key, value in self.extra.items():
             module, _, name = self._keys[key].rpartition(".")
             if name == COUNT:
                 value += self._batches[module]
 
     def cut(self) -> bool:
-        """True if some rank holds not all of some parameter that is trained."""
+        """True if some rank holds only a part of some trained parameter."""
         parameters = (row for layer in self.graph.layers for row in layer.own_parameters())
         rows = ((p.shape, box) for name, p in parameters if p.trainable for box in self.boxes[name])
         return any(box is None or box.shape != shape for shape, box in rows)
 
     def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Calls `fn` on all tensors, as nn.Module's `to` and the like do; DTensors stay the same objects."""
+        """Calls `fn` on all tensors, like nn.Module's `to`; DTensors stay the same objects."""
         if not self.shardings:
             self.tree.apply(fn)
             return
@@ -153,11 +157,11 @@ class State:
                         move(x, local)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Returns them by their names in the network."""
+        """Returns the parameters by their names in the network."""
         return self.tree.parameters()
 
     def values(self, names: Collection[str]) -> Values:
-        """The values now of the buffers of these names in the network."""
+        """Returns the present values of the buffers with these names in the network."""
         there = {self._keys[key]: value for key, value in self.extra.items()} | self.tree.tensors()
         some = {name: there[name] for name in sorted(names) if name in there}
         return Values(lambda: some)
@@ -167,7 +171,7 @@ class State:
         return sharing(self.boxes[name], self.comm.rank)
 
     def shards(self) -> list[Shard]:
-        """Returns every parameter and buffer of which this rank holds some."""
+        """Returns every parameter and buffer that this rank holds some of."""
         result, aliases, shapes = [], aliases_of(self._keys), self._shapes()
         for name, tensor in self.tree.tensors().items():
             box, also = self.boxes[name][self.comm.rank], tuple(aliases.get(name, ()))
@@ -184,12 +188,14 @@ class State:
         return {name: p.shape for layer in self.graph.layers for name, p in layer.own_parameters()}
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Returns the full model's state dict, on every rank, on the CPU: it loads into the model with strict=True."""
+        """Returns the full model's state dict, on every rank, on the CPU. It loads into the original model with
+        strict=True.
+        """
         full = {**{key: value.cpu().clone() for key, value in self.extra.items()}, **self.full_tensors()}
         return {key: full[name if name in self.boxes else key] for key, name in self._keys.items()}
 
     def full_tensors(self) -> dict[str, Tensor]:
-        """Returns the full tensors that the network computes with, by its names there, on every rank, on the CPU."""
+        """Returns the full tensors that the network computes with, by its names, on every rank, on the CPU."""
         local_tensors, shapes, tensors = self.tree.tensors(), self._shapes(), dict[str, Tensor]()
         for name, boxes in self.boxes.items():
             lowest: Each = tuple(box if box not in boxes[:rank] else None for rank, box in enumerate(boxes))
@@ -203,26 +209,27 @@ class State:
         return tensors
 
     def _type(self, name: str) -> torch.dtype:
-        """Returns a tensor's element type, the same on every rank, whether it has a box or not."""
+        """Returns a tensor's element type, the same on every rank, even on one without a box of it."""
         if name not in self.types:
             return self.options.dtype
         return self.options.element_type(self.types[name], self.graph)
 
     def load(self, state_dict: Mapping[str, Any], *, strict: bool) -> tuple[list[str], list[str]]:
-        """Loads full tensors or DTensors; returns names that are missing, and names that the model has not.
+        """Loads full tensors or DTensors; returns missing names, and names that the model does not have.
 
-        LayerwiseError before anything is changed. Ranks that are no processes also take what `state_dict` gave them.
+        Raises LayerwiseError before it changes anything. Ranks that are not processes also take what `state_dict`
+        returned.
         """
         if not all(isinstance(key, str) for key in state_dict):
-            raise LayerwiseError("the state dict has keys that are no names: give one of parameters by name")
+            raise LayerwiseError("the state dict has keys that are not strings: pass tensors by parameter name")
         shards, aliases = {shard.name: shard for shard in self.shards()}, aliases_of(self._keys)
         missing, values = [], list[tuple[Shard, Tensor]]()
         extra = [name for name in shards if name not in self.boxes]
-        constants = self.boxes.keys() - set(self._keys.values())  # made by the forward pass: no state dict has them
-        for name in (*self.boxes, *extra):  # in one order on all ranks: what other ranks have is collected
+        constants = self.boxes.keys() - set(self._keys.values())  # computed by the forward pass: not in state dicts
+        for name in (*self.boxes, *extra):  # in one order on all ranks, as loading may gather
             shard = shards.get(name)
             if shard is None and name not in self.shardings:
-                continue  # this rank has none of it, and gives none in its state dict
+                continue  # this rank has none of it, nor does its state dict
             key = next((key for key in (name, *aliases.get(name, ())) if key in state_dict), None)
             if key is not None:
                 part = self._part(key, state_dict[key], name, shard)
@@ -234,28 +241,28 @@ class State:
         odd = [key for key in state_dict if key not in names_here]
         if strict and (missing or odd):
             what = f"lacks {missing[0]!r}" if missing else f"has {odd[0]!r}, which the model does not have"
-            raise LayerwiseError(f"the state dict {what}: give strict=False to ignore it")
+            raise LayerwiseError(f"the state dict {what}: pass strict=False to ignore it")
         with torch.no_grad():
             for shard, part in values:
                 shard.tensor.copy_(part[...])
         return missing, odd
 
     def _part(self, key: str, value: Tensor, name: str, shard: Shard | None) -> Tensor:
-        """Returns this rank's part of a state dict's value. LayerwiseError where it has another shape."""
+        """Returns this rank's part of a state dict's value. Raises LayerwiseError if the shape differs."""
         shape = self._shapes()[name] if shard is None else shard.shape
-        if not hasattr(value, "shape") or isinstance(value, np.ndarray):  # values may be read when they are needed
-            raise LayerwiseError(f"{key!r} is of type {type(value).__name__} in the state dict: give tensors")
+        if not hasattr(value, "shape") or isinstance(value, np.ndarray):  # lazy values may be read when they are needed
+            raise LayerwiseError(f"{key!r} is of type {type(value).__name__} in the state dict: pass tensors")
         if shard is not None and not (self.shardings or shard.full) and tuple(value.shape) == shard.box.shape:
             return value
         if tuple(value.shape) != shape:
-            raise LayerwiseError(f"{key!r} has shape {tuple(value.shape)} in the state dict; the model has {shape}")
+            raise LayerwiseError(f"{key!r} has shape {tuple(value.shape)} in the state dict, but {shape} in the model")
         if is_dtensor(value):
             if name in self.shardings and self.shardings[name].says(value):
                 return local_tensor(value)
             value = value.full_tensor()  # type: ignore[attr-defined]  # a collective
             if tuple(value.shape) != shape:
                 raise LayerwiseError(
-                    f"{key!r} is on some ranks only, and not those of the plan: give full_state_dict()"
+                    f"{key!r} is a DTensor on some ranks only, which are not the plan's: pass full_state_dict()"
                 )
         return value if shard is None or shard.full else value[shard.box.slices()]
 
@@ -263,7 +270,7 @@ class State:
 def _batches(network: Network) -> Counter[str]:
     """Returns how often a step calls each batch norm, by its module's name.
 
-    The counter of an instance norm stays 0, and that of a module whose statistics are given to `F.batch_norm` alone.
+    It is 0 for an instance norm, and for a module whose statistics are only passed to `F.batch_norm`.
     """
     modules = () if network.module is None else network.module.named_modules(remove_duplicate=False)
     own = nn.modules.batchnorm._BatchNorm.forward

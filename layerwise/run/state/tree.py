@@ -1,6 +1,6 @@
-"""Tree: the places where a model has a network's parameters and buffers, of which each rank puts its own there.
+"""Tree: the places in a model for a network's parameters and buffers, where each rank puts its own.
 
-`without_memory` is the network itself, once each rank has its part of the parameters.
+`without_memory` returns the network itself, once each rank has its part of the parameters.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from layerwise.run.guards.refusals import REFUSED
 from layerwise.run.guards.replaced import UnkeptTensor, UnreadParameter, replace_parameter
 from layerwise.tensorfile import dtype_name
 
-Slot = tuple[dict[str, Any], str]  # where a module has a tensor: its `_parameters` or `_buffers`, and a key
-FRESH = frozenset(vars(nn.Module()))  # what every module has
+Slot = tuple[dict[str, Any], str]  # a module's `_parameters` or `_buffers`, and a key in it
+FRESH = frozenset(vars(nn.Module()))  # attributes that every module has
 
 
 class Names(nn.Module):
-    """A module of which nothing but the name is known: a file's network, and what is in it."""
+    """A module with nothing but a name: a network read from a file, and its submodules."""
 
     def forward(self, *inputs: Any) -> Any:
-        """It has layers alone."""
+        """Raises NotImplementedError: the network has layers only."""
         raise NotImplementedError
 
 
 class Tree:
-    """The places of a network's tensors in the model, `root`, by their names in the graph: tied ones have several."""
+    """The places of a network's tensors in the model `root`, by their names in the graph; tied ones have several."""
 
     def __init__(self, network: Network, root: nn.Module) -> None:
         self._root = weakref.ref(root)
         self._of_file = network.module is None
-        self._names = list[str]()  # of what layers compute with
+        self._names = list[str]()  # of tensors that layers compute with
         self._extra = list[str]()  # of the other tensors
-        self._own = dict[str, Tensor]()  # what the model's forward pass makes, for which it has no place
-        self._replaced = list[tuple[object, nn.Parameter]]()  # what was in a slot, and is now
+        self._own = dict[str, Tensor]()  # computed by the model's forward pass, which has no place for it
+        self._replaced = list[tuple[object, nn.Parameter]]()  # a slot's former and present content
         by_tensor: dict[int, list[Slot]] = {}
         for module in root.modules():
             for slots in (module._parameters, module._buffers):
@@ -63,9 +63,9 @@ class Tree:
         return root
 
     def place(self, values: Mapping[str, Tensor], extra: Mapping[str, Tensor]) -> None:
-        """Puts this rank's tensors where the model has those of these names.
+        """Puts this rank's tensors into the model's places with these names.
 
-        extra: what layers do not compute with. The model's own stay there.
+        extra: tensors that layers do not compute with. The model's own stay there.
         """
         self._names, self._extra = list(values), list(extra)
         for name, value in {**values, **extra}.items():
@@ -83,14 +83,15 @@ class Tree:
                         a_parameter = isinstance(before, nn.Parameter)
                         slots[key] = nn.Parameter(value, requires_grad=before.requires_grad) if a_parameter else value
                     continue
-                if isinstance(value, nn.Parameter) and isinstance(before, nn.Parameter):  # what the loop has told it
+                # attributes that the loop has set
+                if isinstance(value, nn.Parameter) and isinstance(before, nn.Parameter):
                     value.__dict__.update(before.__dict__)
                     value._post_accumulate_grad_hooks = before._post_accumulate_grad_hooks
                     self._replaced.append((before, value))
                 slots[key] = value
 
     def keep(self) -> None:
-        """Has any use of the parameters of before raise, and of those that the forward pass does not read."""
+        """Makes any use of the former parameters raise, and of those that the forward pass does not read."""
         for before, now in self._replaced:
             replace_parameter(before, now)
         self._replaced.clear()
@@ -99,7 +100,7 @@ class Tree:
                 p.__class__ = UnreadParameter
 
     def let_go(self) -> None:
-        """Makes parameters that the forward pass does not read what they were."""
+        """Turns parameters that the forward pass does not read back into plain ones."""
         for p in self._at_slots(self._extra).values():
             if isinstance(p, UnreadParameter):
                 p.__class__ = nn.Parameter  # type: ignore[assignment]
@@ -114,7 +115,7 @@ class Tree:
         return {name: slots.get(key) for name, (slots, key) in first.items()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns what layers compute with, by the names in the graph: parameters, then buffers."""
+        """Returns the tensors that layers compute with, by their names in the graph: parameters, then buffers."""
         tensors = self._own | self._at_slots(self._names)
         return dict(sorted(tensors.items(), key=lambda row: not isinstance(row[1], nn.Parameter)))
 
@@ -127,7 +128,7 @@ class Tree:
         return {name: tensor for name, tensor in self.tensors().items() if isinstance(tensor, nn.Parameter)}
 
     def fill(self, values: Mapping[str, Any]) -> None:
-        """Puts others into the places of the tensors of these names."""
+        """Puts these values into the places with these names."""
         for name, value in values.items():
             if name in self._own:
                 self._own[name] = value
@@ -135,13 +136,13 @@ class Tree:
                 slots[key] = value
 
     def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Calls `fn` on all tensors, as nn.Module's `to` and the like do."""
+        """Calls `fn` on all tensors, like nn.Module's `to`."""
         for module in self.root.modules():
             nn.Module._apply(module, fn, recurse=False)  # type: ignore[no-untyped-call]
         self._own = {name: fn(tensor) for name, tensor in self._own.items()}
 
     def _at(self, name: str) -> tuple[nn.Module, str]:
-        """Returns the module that a dotted name leads to, made where there is none, and the name there."""
+        """Returns the module that a dotted name leads to, created if missing, and the name within it."""
         module, (*path, last) = self.root, name.split(".")
         for part in path:
             child = module._modules.get(part)
@@ -152,7 +153,7 @@ class Tree:
 
 
 class Slots:
-    """A model's class, and what it has in its attributes, to be put back."""
+    """A model's class and the content of its attributes, to be restored."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._kind = model, type(model)
@@ -160,7 +161,7 @@ class Slots:
         self._slots = [(d, dict(d)) for d in slots]
 
     def put_back(self) -> None:
-        """Makes the model what it was."""
+        """Restores the model."""
         self._model.__class__ = self._kind
         for slots, before in self._slots:
             slots.clear()
@@ -168,7 +169,7 @@ class Slots:
 
 
 class Before(Slots):
-    """What a model has, its parameters' values, too, to be put back where making it parallel fails."""
+    """A model's content, its parameters' values included, to be restored if parallelizing fails."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -181,12 +182,12 @@ class Before(Slots):
 
 
 def refuse_calls(root: nn.Module, written: Set[str] = frozenset()) -> None:
-    """Has the layers refuse what they cannot do: be called, have hooks; what a forward pass keeps of a call goes."""
+    """Makes the layers refuse calls and hooks; removes tensors that forward passes leave in attributes."""
     for path in written:
         module, _, name = path.rpartition(".")
         if name not in FRESH:
             of_layer = root.get_submodule(module).__dict__
-            if isinstance(of_layer.pop(name, None), Tensor) and module:  # the root itself has a sentence for it
+            if isinstance(of_layer.pop(name, None), Tensor) and module:  # the root has an error of its own for it
                 of_layer[name] = torch.empty(0).as_subclass(UnkeptTensor)
     for part in root.modules():
         if part is not root:
@@ -194,14 +195,14 @@ def refuse_calls(root: nn.Module, written: Set[str] = frozenset()) -> None:
 
 
 def _apply_to(root: weakref.ref[Any], part: weakref.ref[Any], fn: Callable[[nn.Module], object]) -> nn.Module:
-    """Returns a part of a model, after its `apply`."""
+    """Returns a submodule after its `apply`."""
     module: Any = part()
     root()._layerwise.apply(partial(type(module).apply, module), fn)  # type: ignore[union-attr]
     return module  # type: ignore[no-any-return]
 
 
 def allow_calls(root: nn.Module) -> None:
-    """Makes the layers as they were."""
+    """Undoes `refuse_calls`."""
     for module in root.modules():
         for name in (*REFUSED, "apply"):
             ours = module.__dict__.get(name)
@@ -209,11 +210,11 @@ def allow_calls(root: nn.Module) -> None:
                 del module.__dict__[name]
 
 
-MUCH = 2**24  # bytes of parameters: for less, a collection (some tenth of a second) does not pay
+MUCH = 2**24  # bytes of parameters; for less, garbage collection (some 0.1 s) does not pay
 
 
 def types_of(network: Network) -> dict[str, str]:
-    """Returns the element types of the values that the network comes with, by name."""
+    """Returns the element types of the network's own values, by name."""
     types: dict[str, str] = {}
     for layer in network.graph.layers:
         for name, _ in layer.own_parameters():
@@ -224,7 +225,8 @@ def types_of(network: Network) -> dict[str, str]:
 
 
 def without_memory(network: Network) -> Network:
-    """Returns the network, to be made parallel once more: parameters are read as meta tensors, constants as before.
+    """Returns the network without parameters' memory, for another run: parameters read as meta tensors, constants as
+    before.
 
     A module that cannot be copied is not traced again.
     """
@@ -246,19 +248,19 @@ def without_memory(network: Network) -> Network:
 
 
 def reads(value: object) -> Callable[[], object]:
-    """Returns what reads a value that is known."""
+    """Returns a function that returns this value."""
     return lambda: value
 
 
 def collect(module: nn.Module | None) -> None:
-    """Frees what tracing a module has left behind: closures of torch.export are cycles with the parameters in them."""
+    """Frees what tracing leaves behind: torch.export's closures are cycles that hold the parameters."""
     parameters = () if module is None else module.parameters()
     if sum(p.numel() * p.element_size() for p in parameters if not p.is_meta) > MUCH:
         gc.collect()
 
 
 def skeleton(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module | None:
-    """Returns a copy to be traced, whose parameters have no memory. None where a module cannot be copied."""
+    """Returns a copy to trace, whose parameters have no memory; None if the module cannot be copied."""
     memo = {} if memo is None else memo
     for p in module.parameters():
         empty = torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape)
@@ -269,5 +271,5 @@ def skeleton(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module
             memo |= {id(t): t.detach() for t in of_call}
     try:
         return copy.deepcopy(module, memo)
-    except Exception:  # whatever a user's class meets
+    except Exception:  # whatever a user's class raises
         return None

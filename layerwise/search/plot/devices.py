@@ -73,7 +73,9 @@ def device_rows(devices: int) -> list[range]:
 
 def cells_of(config: Config, devices: int) -> Iterator[tuple[int, int, int]]:
     """The rows that have cells of a layer, with the first and the last of its cells there."""
-    at = [cell * devices // config.total if config.placement == "strided" else cell for cell in range(config.total)]
+    strided = config.placement == "strided"
+    at = [cell * devices // config.total if strided else cell for cell in range(config.total)]
+    at = [device for device, weight in enumerate(config.weights) if weight] or at
     for row, these in enumerate(device_rows(devices)):
         if cells := [cell for cell, device in enumerate(at) if device in these]:
             yield row, cells[0], cells[-1]

@@ -18,7 +18,7 @@ import numpy as np
 from layerwise.config import States
 from layerwise.cost.additive import Choice, Costs
 from layerwise.cost.memory.rows import ByteRows, is_view
-from layerwise.cost.memory.step import peak_bytes
+from layerwise.cost.memory.step import fullest_bytes
 from layerwise.cost.model import Configs, CostModel, EdgeName, Progress
 from layerwise.geometry.arrays import Floats, Mask
 from layerwise.search.priced.additive import (
@@ -258,7 +258,7 @@ class LimitedSearch:
 
     def peak(self, strategy: Strategy) -> float:
         """Bytes of the fullest device."""
-        return float(peak_bytes(self.model, strategy).max())
+        return fullest_bytes(self.model, strategy)
 
     def cost(self, strategy: Strategy) -> float:
         """Equation 1."""

@@ -36,7 +36,7 @@ class Forms:
 
     @staticmethod
     def of(graph: LayerGraph, devices: int, offer: Iterable[str], fixed: Iterable[str] = ()) -> Forms:
-        """offer: of OFFERS. LayerwiseError for anything else."""
+        """offer: of OFFERS. Raises LayerwiseError for anything else."""
         offer = tuple(offer)
         if unknown := sorted(set(offer) - set(OFFERS)):
             raise LayerwiseError(f"{unknown[0]!r} cannot be offered: choose of {', '.join(OFFERS)}")

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
+import numpy as np
+
 from layerwise.config import Config
 from layerwise.cost.price import basis, describe, feeding_lines, sync_lines, warnings
+from layerwise.ops.base import Role
 from layerwise.quantities import interval, units
 from layerwise.search.remedies import Remedy
 from layerwise.search.result import Candidate, SearchResult, error_between, timeline_s
@@ -44,9 +47,34 @@ def conclusion(result: SearchResult) -> Iterator[str]:
             f"Chosen with overlap: {units(best.timeline.total_s, 's')} a step; the additive optimum would take "
             f"{units(result.additive.timeline.total_s, 's')}{why}."
         )
+    yield from unequal_lines(result)
     yield from overlap_lines(result)
     yield range_line(best)
     yield from limit_lines(result)
+
+
+def unequal_lines(result: SearchResult) -> Iterator[str]:
+    """Lines of unequal devices: how near the step is to what they could do together, and who does nothing."""
+    best, model = result.best, result.best.model
+    if not model.devices.kinds:
+        return
+    step_s, parts = best.timeline.total_s, best.shares
+    lost = {"transfers": "transfers", "sync": "sums of gradients", "statistics": "sums of statistics"}
+    kept = [f"{parts.total(part) / step_s:.0%} {what}" for part, what in lost.items() if parts.total(part)]
+    yield (
+        f"Unequal devices: {model.ideal_s / step_s:.0%} of the ideal, {units(model.ideal_s, 's')}, the sum of their "
+        f"speeds; of the slowest one's step {', '.join(kept) or 'nothing'} {'are' if kept else 'is'} no computation."
+    )
+    computing = [layer for layer in model.graph.inner if layer.role is Role.COMPUTE]
+    idle = np.ones(model.devices.count, np.bool_)
+    for layer in computing:
+        idle &= ~model.layout(layer, (best.strategy[layer.name],)).computed.active[0]
+    if idle.any():
+        who = f"device{'s' * (int(idle.sum()) > 1)} {' and '.join(map(str, np.flatnonzero(idle).tolist()))}"
+        yield (
+            f"{int((~idle).sum())} of {len(idle)} devices are used: {who} would make a step slower, "
+            f"{units(timeline_s(result.baselines['data']), 's')} by data parallelism instead of {units(step_s, 's')}."
+        )
 
 
 def overlap_lines(result: SearchResult) -> Iterator[str]:

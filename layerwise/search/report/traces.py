@@ -54,7 +54,7 @@ class TraceFile:
 
 
 def read_trace(path: str | os.PathLike[str]) -> TraceFile:
-    """The trace in a file of Chrome's format. LayerwiseError where it is none, or none of layerwise's."""
+    """The trace in a file of Chrome's format. Raises LayerwiseError if it is none, or none of layerwise's."""
     where, raw = f"trace {os.fspath(path)!r}", read_json(path, "trace")
     events = raw.get("traceEvents") if isinstance(raw, dict) else None
     if not isinstance(events, list):

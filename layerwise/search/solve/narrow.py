@@ -69,7 +69,7 @@ def narrow(
 
 
 def check_room(model: CostModel, configs: Configs) -> None:
-    """LayerwiseError where the tables of the first bounds, of which equal ones are kept once, are more than memory.
+    """Raises LayerwiseError if the tables of the first bounds, of which equal ones are kept once, are more than memory.
 
     They count twice: while they are made, the peak was 1.6 to 2.1 times what they hold (VGG-16, 1,024 to 65,536 GPUs).
     """

@@ -143,9 +143,9 @@ def test_operators(tmp_path: Path) -> None:
         ([node("GlobalLpPool", "x", out="y")], ["'GlobalLpPool_0'", *unknown]),
         ([node("Frobnicate", "x", out="y", name="f")], ["Frobnicate", "(Name: f"]),
         ([node("Conv", "x", "x", out="y")], ["'Conv_0' (Conv)", "'W' is computed from the input"]),
-        ([node("Relu", "z", out="y")], ["no valid ONNX model", "'z'"]),
-        ([node("Relu", "x", "x", out="y")], ["no valid ONNX model"]),
-        ([node("Elu", "x", out="y", alpha="big")], ["no valid ONNX model", "alpha"]),
+        ([node("Relu", "z", out="y")], ["not a valid ONNX model", "'z'"]),
+        ([node("Relu", "x", "x", out="y")], ["not a valid ONNX model"]),
+        ([node("Elu", "x", out="y", alpha="big")], ["not a valid ONNX model", "alpha"]),
         ([node("MatMul", "x", "bad", out="y")], ["MatMul"]),
         ([node("Reshape", "x", "i", out="y")], ["Reshape"]),
         ([node("Concat", "x", "bad", out="y", axis=7)], ["Concat"]),
@@ -162,7 +162,7 @@ def test_a_gather_of_rows_is_no_reshape(tmp_path: Path) -> None:
     """Though it gives them the shape that they had before they were merged."""
     nodes = [node("Reshape", "x", "s", out="r"), node("Gather", "r", "i", out="g"), node("Relu", "g", out="y")]
     stored = [tensor("s", [-1, 4]), tensor("i", [[1, 0, 2], [4, 5, 3]])]
-    refused(write(tmp_path / "m.onnx", nodes, [2, 3, 4], stored), "which rows are whose is lost")
+    refused(write(tmp_path / "m.onnx", nodes, [2, 3, 4], stored), "cannot tell which rows belong to which sample")
 
 
 def test_batches(tmp_path: Path) -> None:
@@ -202,9 +202,9 @@ def test_external_data_outside_of_the_folder(tmp_path: Path) -> None:
     for location in outside:
         refused(external(folder, location), "external data of tensor 'w'")
     (folder / "w.bin").symlink_to(tmp_path / "w.bin")
-    refused(external(folder, "w.bin"), "leads out of the model's own folder")
+    refused(external(folder, "w.bin"), "leads outside the model's own folder")
     (folder / "up").symlink_to(tmp_path)
-    refused(external(folder, "up/w.bin"), "leads out of the model's own folder")
+    refused(external(folder, "up/w.bin"), "leads outside the model's own folder")
 
 
 def test_external_data_that_is_missing_or_of_another_size(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_external_data_that_is_missing_or_of_another_size(tmp_path: Path) -> Non
         ({"offset": "4"}, "truncated"),
         ({"offset": "-8"}, "truncated"),
         ({"offset": "many"}, "cannot be read"),
-        ({"length": "44"}, "44 bytes do not hold (4, 3)"),
+        ({"length": "44"}, "44 bytes cannot hold (4, 3)"),
     ):
         refused(external(tmp_path, "w.bin", **entries), "external data of tensor 'w'", words)
     refused(external(tmp_path, "m.onnx", shape=(1 << 40, 1 << 20)), "truncated")
@@ -261,6 +261,6 @@ def test_a_small_file_of_many_constants_does_not_take_all_memory(
     monkeypatch.setattr(onnx_constants, "FOLD_BYTES", 2**20)
     path = many_constants(tmp_path / "bomb.onnx", 24, 2**16 - 1)
     assert path.stat().st_size < 8000
-    with pytest.raises(LayerwiseError, match=r"constants that the model computes, .* take more than 1 MiB"):
+    with pytest.raises(LayerwiseError, match=r"computing the model's constants, up to .* takes more than 1 MiB"):
         from_onnx(path, batch=2)
     assert len(from_onnx(many_constants(tmp_path / "few.onnx", 2, 2**12), batch=2).inner) == 2

@@ -16,11 +16,11 @@ BODY = helper.make_graph(
     [info("again", [], TensorProto.BOOL), info("next", None)],
 )
 REFUSED: list[tuple[list[NodeProto], str]] = [
-    ([helper.make_node("Loop", ["", "", "x"], ["y"], body=BODY)], "Loop is not supported: export the model with its"),
+    ([helper.make_node("Loop", ["", "", "x"], ["y"], body=BODY)], "Loop is not supported: export the model with"),
     ([node("SequenceConstruct", "x", "x", out="q"), node("ConcatFromSequence", "q", out="y", axis=1)],
      "SequenceConstruct is not supported"),
     ([node("DynamicQuantizeLinear", "x", out=["q", "s", "z"]), node("DequantizeLinear", "q", "s", "z")],
-     "QuantizeLinear computes with quantised numbers"),
+     "QuantizeLinear computes with quantized numbers"),
 ]  # fmt: skip
 
 

@@ -136,7 +136,7 @@ def test_what_drops_the_samples_keeps_the_batch(tmp_path: Path) -> None:
     nodes = [node("Squeeze", "x", "a", out="s"), node("Relu", "s", out="y")]
     path = write(tmp_path / "m.onnx", nodes, [1, 3, 4], [tensor("a", [0])])
     assert from_onnx(path).layers[-1].specs[0].shape == (3, 4)
-    with pytest.raises(LayerwiseError, match=r"layer 'Squeeze_0' drops the dimension of the samples.*stays 1"):
+    with pytest.raises(LayerwiseError, match=r"layer 'Squeeze_0' drops the sample dimension, .*stay 1"):
         from_onnx(path, batch=2)
 
 

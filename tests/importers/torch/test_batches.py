@@ -49,7 +49,7 @@ RIGHT: dict[str, Callable[[Tensor], Tensor]] = {
 def test_what_computes_with_the_number_of_samples_is_refused(last: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(
         LayerwiseError,
-        match=r"depends on the number of samples by more than its shape|has other rows where other samples",
+        match=r"depends on the number of samples beyond its shape|has rows that change with the other samples",
     ):
         network_of(Model(last), (torch.randn(4, 6),), 8, "test")
 

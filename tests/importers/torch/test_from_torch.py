@@ -208,7 +208,7 @@ def test_fx_graphs() -> None:
     x = torch.randn(2, 3, 8, 8)
     graph = from_torch(traced, x)
     assert names(graph) == ["0", "1.0", "1.1"]
-    with pytest.raises(LayerwiseError, match="give example inputs"):
+    with pytest.raises(LayerwiseError, match="pass example inputs"):
         from_torch(traced)
     fx.passes.shape_prop.ShapeProp(traced).propagate(x)
     assert from_torch(traced).digest == graph.digest

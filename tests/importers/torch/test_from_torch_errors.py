@@ -49,7 +49,7 @@ def test_unknown_operators_say_what_to_do() -> None:
     with pytest.raises(LayerwiseError, match=r"a tensor as mean .*: write mean \+ std"):
         from_torch(drawn, (torch.randn(4, 5, 8),))
     computed = Function(lambda x, w: F.conv2d(x, w))
-    with pytest.raises(LayerwiseError, match="its weight is computed of the samples"):
+    with pytest.raises(LayerwiseError, match="its weight is computed from the samples"):
         from_torch(computed, (torch.randn(4, 3, 8, 8), torch.randn(4, 3, 3, 3)))
 
 
@@ -63,14 +63,14 @@ class OwnDraws(nn.Module):
 
 
 def test_a_generator_in_the_forward_pass_is_called_one() -> None:
-    with pytest.raises(LayerwiseError, match=r"draws from a torch.Generator, .*: leave generator= out, and seed by"):
+    with pytest.raises(LayerwiseError, match=r"draws from a torch.Generator, .*: leave generator= out, and seed with"):
         from_torch(OwnDraws(), (torch.randn(2, 4),))
 
 
 def test_outputs_that_are_not_made() -> None:
     """The mask of a dropout is no part of a layer; nobody may use it."""
     x = torch.randn(4, 3, 8, 8)
-    with pytest.raises(LayerwiseError, match=r"an output that layerwise does not make"):
+    with pytest.raises(LayerwiseError, match=r"an output that layerwise does not compute"):
         from_torch(Function(lambda x: torch.ops.aten.native_dropout(x, 0.5, True)[1] * 1.0), (x,))
 
 
@@ -81,6 +81,6 @@ def test_many_constants_do_not_take_all_memory(monkeypatch: pytest.MonkeyPatch) 
     def sums(count: int) -> nn.Module:
         return Function(lambda x: x + sum(torch.arange(2**17) * i for i in range(count)).sum())  # type: ignore[union-attr]
 
-    with pytest.raises(LayerwiseError, match=r"constants that the model computes, .* take more than 100 MiB in all"):
+    with pytest.raises(LayerwiseError, match=r"computing the model's constants, up to .* takes more than 100 MiB"):
         from_torch(sums(40), (torch.randn(4),))
     from_torch(sums(3), (torch.randn(4),))

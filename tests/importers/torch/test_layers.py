@@ -117,7 +117,7 @@ def test_momenta() -> None:
 @pytest.mark.parametrize("training", [True, False])
 def test_cumulative_averages_are_refused(training: bool) -> None:
     model = nn.Sequential(nn.ReLU(), nn.Sequential(nn.BatchNorm2d(4, momentum=None))).train(training)
-    with pytest.raises(LayerwiseError, match=r"layer '1\.0': batch norm with momentum=None .* give it a momentum"):
+    with pytest.raises(LayerwiseError, match=r"layer '1\.0': batch norm with momentum=None .* set a momentum"):
         from_torch(model, (image(*X).float(),))
 
 

@@ -14,7 +14,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.importers.load import Network, network_of
 
 WIDTH = 6
-REFUSED = "of several samples together|depends on the number of samples"
+REFUSED = "combines samples|depends on the number of samples"
 
 
 class Model(nn.Module):
@@ -179,14 +179,14 @@ def test_what_the_user_says_to_be_shared_is() -> None:
     assert (said.shared, said.shared_found) == (("others[0]",), False)
     with pytest.raises(LayerwiseError, match=REFUSED):
         imported(TEXTS, x, texts, shared=())
-    with pytest.raises(LayerwiseError, match="shared= names 'text', and the model is called with x, "):
+    with pytest.raises(LayerwiseError, match="shared= names 'text', but the model's inputs are x, "):
         imported(TEXTS, x, texts, shared=("text",))
 
 
 def test_a_refusal_names_the_module_that_mixes() -> None:
     inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), Model(lambda x: x - x.mean(0)))
     inner[1].first = nn.Linear(WIDTH, WIDTH)
-    with pytest.raises(LayerwiseError, match=r"layer '1\.1' computes something of several samples together: output 0"):
+    with pytest.raises(LayerwiseError, match=r"layer '1\.1' combines samples: output 0"):
         imported(nn.Sequential(nn.Linear(5, WIDTH), inner, nn.Linear(WIDTH, 2)), torch.randn(4, 5))
 
 

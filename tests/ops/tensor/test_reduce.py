@@ -121,7 +121,7 @@ def test_positions_in_several_dimensions() -> None:
 def test_a_position_that_a_dimension_has_not(at: list[int]) -> None:
     """Though there is one in the tensor, in the next row."""
     op, index = Positions((3, 5)), TensorSpec((1, 2), ("n", None), "int64")
-    with pytest.raises(LayerwiseError, match="a position is not between 0 and"):
+    with pytest.raises(LayerwiseError, match="a position is out of range 0 to"):
         op.run(whole(op, [index]), [torch.tensor([at])], {})
 
 
@@ -145,7 +145,7 @@ def test_one_hot(data: st.DataObject) -> None:
 @pytest.mark.parametrize("given_class", [-1, 3])
 def test_a_class_that_there_is_not(given_class: int) -> None:
     index, op = TensorSpec((2, 1), ("n", "c"), "int64"), OneHot(1, 3, "float32")
-    with pytest.raises(LayerwiseError, match=f"a position is not between 0 and 2: .*{given_class}"):
+    with pytest.raises(LayerwiseError, match=f"a position is out of range 0 to 2: .*{given_class}"):
         op.run(whole(op, [index]), [torch.tensor([[1], [given_class]])], {})
 
 

@@ -1,4 +1,4 @@
-"""Rows of the ONNX importer's table: elements by position, and what goes along one dimension.
+"""Rows of the ONNX importer's table: indexing, and operators along one dimension.
 
 https://onnx.ai/onnx/operators/
 """
@@ -21,14 +21,14 @@ from layerwise.ops.tensor.view import Expand
 
 
 def cumsum(call: Call) -> Result:
-    """exclusive: the sum of those before each; reverse: from the end."""
+    """A cumulative sum. exclusive: of the elements before each; reverse: from the end."""
     x = call.operand("x")
     dims = integers(call, "axis") or (0,)
     dim, extent = dims[0] % len(x.shape), x.shape[dims[0]]
     result: Tensor = flipped(x, dim, extent) if call.flag("reverse") else x
     if call.flag("exclusive"):
         if extent == 1:
-            raise LayerwiseError("an exclusive CumSum of one element is not supported: it is 0")
+            raise LayerwiseError("an exclusive CumSum of one element is not supported: replace it by 0")
         result = Built(Cumsum(dim), (sliced(result, x.shape, dim, 0, extent - 1),))
         result = Built(Pad(tuple((int(i == dim), 0) for i in range(len(x.shape)))), (result,))
     else:
@@ -50,20 +50,22 @@ def scatter_elements(call: Call) -> Result:
 
 
 def _scatter(call: Call, dim: int) -> Scatter:
-    """A scatter with the reduction of ONNX, whose "none" writes."""
+    """A scatter with ONNX's reduction; its "none" overwrites."""
     reduction = text(call, "reduction", "none")
     if reduction not in ("none", "add", *REDUCED):
-        raise LayerwiseError(f"{call.target}: there is no reduction {reduction!r}, only none, add, mul, max and min")
+        raise LayerwiseError(f"{call.target}: reduction {reduction!r} is not one of none, add, mul, max and min")
     return Scatter(dim, "write" if reduction == "none" else reduction)  # type: ignore[arg-type]
 
 
 def gather_nd(call: Call) -> Result:
-    """data[b, i, j, ...] of positions (b, ..., k) in k dimensions: those are one dimension to us."""
+    """data[b, i, j, ...] at positions (b, ..., k) in k dimensions, which layerwise merges to one."""
     x, index, batched = call.operand("data"), call.operand("indices"), int(number(call, "batch_dims", 0))
     count = index.shape[-1]
     lead, rest = x.shape[:batched], x.shape[batched + count :]
     if batched > 1 or not 0 < count <= len(x.shape) - batched or index.shape[:batched] != lead:
-        raise LayerwiseError(f"GatherND of {x.spec.describe()} at {index.spec.describe()} with batch_dims {batched}")
+        raise LayerwiseError(
+            f"GatherND of {x.spec.describe()} at {index.spec.describe()} with batch_dims {batched} is not valid"
+        )
     places = Built(Positions(x.shape[batched : batched + count]), (index,))
     shape = index.shape[:-1]
     if not batched:
@@ -81,7 +83,7 @@ def scatter_nd(call: Call) -> Result:
     count = index.shape[-1]
     if not 0 < count <= len(x.shape) or updates.shape != (*index.shape[:-1], *x.shape[count:]):
         raise LayerwiseError(
-            f"ScatterND of {updates.spec.describe()} at {index.spec.describe()} into {x.spec.describe()}"
+            f"ScatterND of {updates.spec.describe()} at {index.spec.describe()} into {x.spec.describe()} is not valid"
         )
     rows, width = prod(index.shape[:-1]), prod(x.shape[count:])
     places = reshaped(Built(Positions(x.shape[:count]), (index,)), (rows, 1))
@@ -96,7 +98,7 @@ def one_hot(call: Call) -> Result:
     index = call.operand("indices")
     depth, values = integers(call, "depth"), known(call, "values")
     if depth is None or values is None or depth[0] < 1:
-        raise LayerwiseError("OneHot needs its depth, and what stands for off and on, as constants")
+        raise LayerwiseError("OneHot's depth, off value and on value must be constants")
     dim = axis(call, len(index.shape) + 1)
     whole: Tensor = index if "int" in index.spec.dtype else Built(Cast("int64"), (index,))
     places = reshaped(_counted(whole, depth[0]), (*index.shape[:dim], 1, *index.shape[dim:]))
@@ -107,13 +109,13 @@ def one_hot(call: Call) -> Result:
 
 
 def _counted(index: Tensor, extent: int) -> Built:
-    """Positions counted from the front: those below 0 count from the end."""
+    """Positions counted from the front; negative ones count from the end."""
     below = Built(Unary("lt_scalar", (0,)), (index,))
     return Built(Where(), (below, Built(Unary("add_scalar", (extent,)), (index,)), index))
 
 
 def top_k(call: Call) -> Result:
-    """The largest elements; of equal ones those that come first, as ONNX has it: a stable sort."""
+    """The largest elements; equal ones in their original order, as ONNX requires: a stable sort."""
     x, count = call.operand("X"), int(number(call, "K", 1))
     dim = axis(call, len(x.shape))
     arguments: dict[str, Argument] = {"stable": True, "dim": dim, "descending": bool(call.get("largest", 1))}
@@ -133,7 +135,7 @@ def position(fn: str) -> Build:
 
 
 def _position(fn: str, x: Tensor, shape: tuple[int, ...], dim: int, *, last: bool = False) -> Built:
-    """The position of the first of equal elements along `dim`, or of the last: the first from the end."""
+    """The position of the largest or smallest element along `dim`: the first of equal ones, or the last."""
     rank, extent = len(shape), shape[dim]
     made = _torch(fn, flipped(x, dim, extent) if last else x, dim, {"dim": dim, "keepdim": True}, rank=rank)
     return Built(Unary("rsub_scalar", (extent - 1,)), (made,)) if last else made
@@ -159,7 +161,7 @@ def _hardmax(x: Tensor, shape: tuple[int, ...], dtype: str, dim: int) -> Built:
 
 
 def _torch(fn: str, x: Tensor, dim: int, arguments: dict[str, Argument], result: int = 0, *, rank: int) -> Built:
-    """An operator of PyTorch's that works along one dimension of `rank`."""
+    """A PyTorch operator that works along one dimension of `rank`."""
     free = tuple(None if i == dim else i for i in range(rank))
     return Built(TorchOp(f"aten::{fn}", (("self", Slot(0)), *arguments.items()), result, free=(free,)), (x,))
 

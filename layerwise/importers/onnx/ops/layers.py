@@ -26,16 +26,18 @@ Ints = tuple[int, ...]
 
 
 def _window(call: Call, x: Operand, kernel: Ints) -> tuple[Ints, Pads, Ints]:
-    """Stride, padding and dilation of a window that slides over the last dimensions."""
+    """Stride, padding and dilation of a sliding window over the last dimensions."""
     ones = (1,) * len(kernel)
     stride, dilation = integers(call, "strides") or ones, integers(call, "dilations") or ones
     flat = integers(call, "pads") or (0,) * (2 * len(kernel))
     if (named := integers(call, "kernel_shape")) and named != kernel:
-        raise LayerwiseError(f"a kernel of {named} is not that of the weight, {kernel}")
+        raise LayerwiseError(f"kernel_shape {named} differs from the weight's, {kernel}")
     if not len(kernel) == len(stride) == len(dilation) == len(flat) // 2 == len(x.shape) - 2:
-        raise LayerwiseError(f"kernel {kernel}, strides {stride}, dilations {dilation} and pads {flat} of {x.shape}")
+        raise LayerwiseError(
+            f"kernel {kernel}, strides {stride}, dilations {dilation} and pads {flat} do not fit {x.shape}"
+        )
     if min((*kernel, *stride, *dilation)) < 1 or min(flat) < 0:
-        raise LayerwiseError(f"kernel {kernel}, strides {stride}, dilations {dilation} or pads {flat} out of range")
+        raise LayerwiseError(f"kernel {kernel}, strides {stride}, dilations {dilation} or pads {flat} are out of range")
     pads = tuple(zip(flat[: len(kernel)], flat[len(kernel) :], strict=True))
     mode = text(call, "auto_pad", "NOTSET")
     if mode == "VALID":
@@ -47,7 +49,7 @@ def _window(call: Call, x: Operand, kernel: Ints) -> tuple[Ints, Pads, Ints]:
 
 
 def _same(extent: int, reach: int, stride: int, mode: str) -> tuple[int, int]:
-    """Padding such that there are ceil(extent / stride) windows."""
+    """Padding that gives ceil(extent / stride) windows."""
     total = max((-(-extent // stride) - 1) * stride + reach - extent, 0)
     return _halves(total, upper=mode == "SAME_UPPER")
 
@@ -138,7 +140,7 @@ def softmax(log: bool, *, flat: bool = False) -> Build:
 
 
 def reduction(mode: Mode, before: tuple[str, ...] = (), after: tuple[str, ...] = ()) -> Build:
-    """Over `axes`, an attribute once, an input now; element-wise functions before and after."""
+    """A reduction over `axes` (an attribute in old opsets), with element-wise functions before and after."""
 
     def build(call: Call) -> Result:
         x = call.operand("data")
@@ -169,7 +171,7 @@ def nll_loss(call: Call) -> Result:
 def _loss(call: Call, fn: str, prediction: Operand, target: Operand) -> Built:
     weights = [w for name in ("weights", "weight") if isinstance(w := call.get(name), Operand)]
     ignored = call.get("ignore_index")
-    plain = ignored in (None, -100)  # which is also the default of ours
+    plain = ignored in (None, -100)  # -100 is also our default
     arguments = () if plain else (("ignore_index", call.integer("ignore_index")),)
     reduction = text(call, "reduction", "mean")
     op = Loss(fn, reduction, arguments, ("weight",) * len(weights))  # type: ignore[arg-type]
@@ -177,11 +179,11 @@ def _loss(call: Call, fn: str, prediction: Operand, target: Operand) -> Built:
 
 
 def attention(call: Call) -> Result:
-    """Opset 23. Three-dimensional inputs hold their heads in the last dimension."""
+    """Attention of opset 23. Three-dimensional inputs hold their heads in the last dimension."""
     q, k, v = (call.operand(name) for name in "QKV")
     for name in ("past_key", "past_value", "nonpad_kv_seqlen"):
         if call.get(name) is not None:
-            raise LayerwiseError(f"Attention with {name} is inference only; layerwise plans training")
+            raise LayerwiseError(f"Attention with {name} is for inference only, but layerwise plans training")
     if call.get("softcap", 0.0) or {call.get("left_window_size", -1), call.get("right_window_size", -1)} != {-1}:
         raise LayerwiseError("Attention with softcap or a window is not supported")
     flat = len(q.shape) == 3

@@ -13,10 +13,10 @@ from layerwise.ops.tensor.reduce import Reduce
 def batch_norm(call: Call) -> Result:
     x = call.operand("X")
     if call.get("spatial", 1) != 1:
-        raise LayerwiseError("spatial=0 (statistics for every position) is not supported")
+        raise LayerwiseError("spatial=0 (separate statistics for every position) is not supported")
     names = [name for name in call.arguments if name not in ("X", "input")]
     stored = tuple(weights(call, name) for name in names if isinstance(call.get(name), Operand))
-    # ONNX keeps `momentum` of the old statistics, PyTorch takes it of the new ones.
+    # ONNX's `momentum` weights the old statistics, PyTorch's the new ones.
     op = BatchNorm(affine=True, eps=call.number("epsilon"), momentum=1 - call.number("momentum"), track=True)
     return (Built(op, (x,), stored), None, None)
 

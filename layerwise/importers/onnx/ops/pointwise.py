@@ -20,7 +20,7 @@ from layerwise.tensor import TensorSpec
 def selu(call: Call) -> Result:
     alpha, gamma = call.number("alpha"), call.number("gamma")
     x = call.tensors[0]
-    # https://pytorch.org/docs/stable/generated/torch.nn.SELU.html has these two built in.
+    # torch.nn.SELU has these two values built in.
     if isclose(alpha, 1.6732632423543772, rel_tol=1e-5) and isclose(gamma, 1.0507009873554805, rel_tol=1e-5):
         return Built(Unary("selu"), (x,))
     return scaled(Built(Unary("elu", (alpha,)), (x,)), gamma)
@@ -38,7 +38,9 @@ def hard_sigmoid(call: Call) -> Result:
 def shrink(call: Call) -> Result:
     bias, threshold = call.number("bias"), call.number("lambd")
     if bias not in (0.0, threshold):
-        raise LayerwiseError(f"Shrink with bias {bias} and lambd {threshold} is not supported: only 0 or equal ones")
+        raise LayerwiseError(
+            f"Shrink with bias {bias} and lambd {threshold} is not supported: bias must be 0 or equal to lambd"
+        )
     return Built(Unary("softshrink" if bias else "hardshrink", (threshold,)), (call.tensors[0],))
 
 
@@ -60,7 +62,7 @@ def clip(call: Call) -> Result:
                 result = Built(Binary(fn), (result, bound))
         return result
     low, high = number(call, "min", -inf), number(call, "max", inf)
-    if low == -inf and "int" in call.tensors[0].spec.dtype:  # which has no infinity
+    if low == -inf and "int" in call.tensors[0].spec.dtype:  # integers have no infinity
         return Built(Unary("minimum_scalar", (high,)), (result,)) if high != inf else result
     if high == inf and "int" in call.tensors[0].spec.dtype:
         return Built(Unary("maximum_scalar", (low,)), (result,))
@@ -73,7 +75,7 @@ def is_inf(call: Call) -> Result:
     if all(sides):
         return Built(Unary("isinf"), (x,))
     if not any(sides):
-        raise LayerwiseError("IsInf that detects nothing")
+        raise LayerwiseError("IsInf must detect at least one sign of infinity")
     return Built(Unary("eq_scalar", (inf if sides[1] else -inf,)), (x,))
 
 
@@ -83,7 +85,7 @@ def prelu(call: Call) -> Result:
         return Built(Binary("prelu"), (x, slope))
     count = slope.spec.volume
     channels = x.shape[1] if len(x.shape) > 1 else 0
-    # One slope a channel is written (c, 1, 1): it broadcasts from the right.
+    # A slope per channel is written (c, 1, 1): it broadcasts from the right.
     padded = (1,) * (len(x.shape) - len(slope.shape)) + slope.shape
     if count == 1 or (count == channels and padded[1:2] == (channels,)):
         return Built(Prelu(count), (x,), (recast(slope, (count,)),))
@@ -98,7 +100,7 @@ def cast(call: Call) -> Result:
     x, *like = call.tensors
     if like:
         dtype = like[0].spec.dtype
-    elif "to" not in call.arguments and call.outputs:  # like a tensor without elements
+    elif "to" not in call.arguments and call.outputs:  # a target like a tensor without elements
         dtype = call.outputs[0].dtype
     else:
         dtype = element_type(call.integer("to"))
@@ -117,7 +119,7 @@ def where(call: Call) -> Result:
 
 
 def binary(fn: str, scalar: str = "", swapped: str = "") -> Build:
-    """A row of two tensors; `scalar` fn(x, number), `swapped` fn(number, x)."""
+    """A row for two tensors; `scalar`: fn(x, number), `swapped`: fn(number, x)."""
 
     def build(call: Call) -> Result:
         first, second = call.tensors
@@ -127,7 +129,7 @@ def binary(fn: str, scalar: str = "", swapped: str = "") -> Build:
 
 
 def divide(call: Call) -> Result:
-    """Between integers it rounds towards zero."""
+    """Division, which rounds towards zero for integers."""
     first, second = call.tensors
     quotient = both("div", first, second, "div_scalar", "rdiv_scalar")
     if "int" not in first.spec.dtype:
@@ -142,7 +144,7 @@ def modulo(call: Call) -> Result:
 
 
 def both(fn: str, first: Tensor, second: Tensor, scalar: str = "", swapped: str = "") -> Tensor:
-    """fn of two tensors, of which at most one is stored."""
+    """fn of two tensors, at most one of which is stored."""
     stored = [isinstance(t, Operand) and not t.activation for t in (first, second)]
     if not any(stored):
         return Built(Binary(fn), (first, second))
@@ -162,7 +164,7 @@ def _with_constant(fn: str, x: Tensor, operand: Operand, *, swapped: bool) -> Bu
 
 
 def few(operand: Operand) -> Operand:
-    """A stored operand without the dimensions along which it is only repeated, once a sample say."""
+    """A stored operand without the dimensions along which it only repeats, for example a row a sample."""
     if operand.activation or operand.value is None:
         return operand
     value = thin(operand.value)
@@ -173,7 +175,7 @@ def few(operand: Operand) -> Operand:
 
 
 def _scalar(operand: Operand, rank: int) -> float | None:
-    """The number that a stored operand is, if it is one (and adds no dimensions to a tensor of `rank`)."""
+    """The number that a stored operand holds, or None (it must not add dimensions to a tensor of `rank`)."""
     value = None if operand.activation or operand.role == "parameter" else few(operand).value
     if value is None or value.size != 1 or (value.ndim > rank):
         return None
@@ -182,11 +184,11 @@ def _scalar(operand: Operand, rank: int) -> float | None:
 
 
 def chain(fn: str, scalar: str) -> Build:
-    """A row of any number of tensors: the first two, then the result with the third, ..."""
+    """A row for any number of tensors: fn of the first two, then of the result and the third, ..."""
 
     def build(call: Call) -> Result:
         tensors: tuple[Tensor, ...] = operands(next(iter(call.arguments.values())))
-        # Activations first: a stored operand then joins the running result.
+        # Activations first: stored operands then join the running result.
         ordered = sorted(tensors, key=lambda t: isinstance(t, Operand) and not t.activation)
         return folded(lambda a, b: both(fn, a, b, scalar, scalar), ordered)
 

@@ -14,12 +14,14 @@ UNSUPPORTED = {"clip": "clipped states", "input_forget": "coupled gates", "P": "
 
 
 def recurrent(fn: str) -> Build:
-    """A layer an output. layout 0: (s, n, c) -> (s, directions, n, h), states (directions, n, h); 1: n comes first."""
+    """A layer for each output. layout 0: (s, n, c) -> (s, directions, n, h), states (directions, n, h); 1: n comes
+    first.
+    """
 
     def build(call: Call) -> Result:
         x = call.operand("X")
         if len(x.shape) != 3:
-            raise LayerwiseError(f"it takes (steps, samples, channels), not {x.spec.describe()}")
+            raise LayerwiseError(f"its input must be (steps, samples, channels), not {x.spec.describe()}")
         samples_first = bool(call.get("layout", 0))
         steps = 1 if samples_first else 0
         kind, direction, both = _checked(call, fn, x.shape[steps])
@@ -43,7 +45,9 @@ def recurrent(fn: str) -> Build:
 
 
 def _checked(call: Call, fn: str, steps: int) -> tuple[str, str, bool]:
-    """The function as `Recurrent` has it, the direction, and whether it is both. LayerwiseError for what it has not."""
+    """The function's name in `Recurrent`, the direction, and whether it runs in both. Raises LayerwiseError if
+    unsupported.
+    """
     for name, what in UNSUPPORTED.items():
         value = call.get(name)
         zeros = isinstance(value, Operand) and value.value is not None and not value.value.any()
@@ -52,7 +56,8 @@ def _checked(call: Call, fn: str, steps: int) -> tuple[str, str, bool]:
     lengths = integers(call, "sequence_lens")
     if lengths is not None and set(lengths) != {steps}:
         raise LayerwiseError(
-            "sequences of several lengths are not supported: pad them, and leave the padding out of the loss"
+            "sequences of several lengths are not supported: pad them to one length, and exclude the padding from the "
+            "loss"
         )
     direction = text(call, "direction", "forward")
     both = direction == "bidirectional"
@@ -62,21 +67,19 @@ def _checked(call: Call, fn: str, steps: int) -> tuple[str, str, bool]:
     half = named[:each] or USUAL[fn]
     kind = PLAIN.get(half) if fn == "rnn" else fn if half == USUAL[fn] else None
     if kind is None or (both and named and named[each : 2 * each] != half):
-        raise LayerwiseError(f"the functions {named} are not supported, only those that PyTorch's layers have")
+        raise LayerwiseError(f"the functions {named} are not supported: use those of PyTorch's layers")
     if call.get("activation_alpha") or call.get("activation_beta"):
-        raise LayerwiseError(
-            "functions with numbers of their own (activation_alpha, activation_beta) are not supported"
-        )
+        raise LayerwiseError("functions with parameters (activation_alpha, activation_beta) are not supported")
     return kind, direction, both
 
 
 def _states(call: Call) -> list[Operand]:
-    """Initial states; none where they are zeros, which is what they are where they are not given."""
+    """The initial states; none if they are zeros, which is the default."""
     given = [call.operand(name) for name in ("initial_h", "initial_c") if call.get(name) is not None]
     if all(state.value is not None and not state.value.any() for state in given):
         return []
     if "initial_c" in call.arguments and len(given) == 1:
-        raise LayerwiseError("one of two initial states is not supported: give both")
+        raise LayerwiseError("only one of two initial states is given: give both")
     return given
 
 

@@ -34,17 +34,17 @@ def reshape(call: Call) -> Result:
     shape = list(target)
     if not call.flag("allowzero"):
         if any(extent == 0 and i >= len(x.shape) for i, extent in enumerate(shape)):
-            raise LayerwiseError(f"Reshape to {target}: 0 stands for an extent that {x.shape} does not have")
+            raise LayerwiseError(f"Reshape to {target}: 0 refers to a dimension that {x.shape} does not have")
         shape = [x.shape[i] if extent == 0 else extent for i, extent in enumerate(shape)]
     if shape.count(-1) > 1 or min(shape, default=1) < -1:
-        raise LayerwiseError(f"Reshape to {target} leaves more than one extent open")
+        raise LayerwiseError(f"Reshape to {target} leaves more than one dimension open")
     if -1 in shape:
         rest = prod(extent for extent in shape if extent != -1)
         if rest == 0 or x.spec.volume % rest:
-            raise LayerwiseError(f"{x.spec.describe()} does not reshape to {target}")
+            raise LayerwiseError(f"{x.spec.describe()} cannot be reshaped to {target}")
         shape[shape.index(-1)] = x.spec.volume // rest
     if prod(shape) != x.spec.volume:
-        raise LayerwiseError(f"{x.spec.describe()} does not reshape to {target}")
+        raise LayerwiseError(f"{x.spec.describe()} cannot be reshaped to {target}")
     return reshaped(x, shape)
 
 
@@ -53,7 +53,7 @@ def flatten(call: Call) -> Result:
     dim = call.integer("axis")
     dim = dim + len(x.shape) if dim < 0 else dim
     if not 0 <= dim <= len(x.shape):
-        raise LayerwiseError(f"Flatten: there is no axis {dim} in {x.spec.describe()}")
+        raise LayerwiseError(f"Flatten: axis {dim} is out of range for {x.spec.describe()}")
     return reshaped(x, (prod(x.shape[:dim]), prod(x.shape[dim:])))
 
 
@@ -63,7 +63,7 @@ def squeeze(call: Call) -> Result:
     if dims is None:
         dims = tuple(i for i, extent in enumerate(x.shape) if extent == 1)
     if any(x.shape[i] != 1 for i in dims):
-        raise LayerwiseError(f"Squeeze: axes {dims} of {x.spec.describe()} are not of extent 1")
+        raise LayerwiseError(f"Squeeze: axes {dims} of {x.spec.describe()} are not of size 1")
     return reshaped(x, [extent for i, extent in enumerate(x.shape) if i not in dims])
 
 
@@ -85,14 +85,14 @@ def expand(call: Call) -> Result:
     try:
         shape = np.broadcast_shapes(x.shape, target)
     except ValueError:
-        raise LayerwiseError(f"{x.spec.describe()} does not expand to {target}") from None
+        raise LayerwiseError(f"{x.spec.describe()} cannot be expanded to {target}") from None
     return expanded(x, shape, call.batch)
 
 
 def tile(call: Call) -> Result:
     x, repeats = call.operand("input"), integers(call, "repeats") or ()
     if min(repeats) < 1:
-        raise LayerwiseError(f"Tile by {repeats} leaves nothing")
+        raise LayerwiseError(f"Tile by {repeats} returns an empty tensor")
     if any(s > 1 and r > 1 and d == "n" for s, r, d in zip(x.shape, repeats, x.spec.dims, strict=True)):
         raise LayerwiseError(f"Tile by {repeats} repeats the samples, which is not supported")
     shape = tuple(s * r for s, r in zip(x.shape, repeats, strict=True))
@@ -106,7 +106,7 @@ def concat(call: Call) -> Result:
     running = next((p.spec for p in parts if p.activation and p.spec.index("n") == 0), None)
     if running is None or dim == 0:
         return joined(parts, dim)
-    # A stored part (a class token) is the same for every sample, however it is written.
+    # A stored part (a class token) is the same for every sample, even if the file repeats it.
     return joined([p if p.activation else _each_sample(p, running.shape[0]) for p in parts], dim)
 
 
@@ -129,7 +129,7 @@ def split(call: Call) -> Result:
         each = -(-x.shape[dim] // count)
         sizes = tuple(min(each, x.shape[dim] - i * each) for i in range(count))
     if sum(sizes) != x.shape[dim] or min(sizes) < 0:
-        raise LayerwiseError(f"Split: parts of {sizes} do not make up axis {dim} of {x.spec.describe()}")
+        raise LayerwiseError(f"Split: sizes {sizes} do not add up to axis {dim} of {x.spec.describe()}")
     ends = accumulate(sizes, initial=0)
     return tuple(sliced(x, x.shape, dim, a, b) if a < b else None for a, b in pairwise(ends))
 
@@ -147,7 +147,7 @@ def slice_(call: Call) -> Result:
             result = sliced(result, x.shape, dim, start, stop, step)
         else:
             first, last, _ = slice(start, stop, step).indices(x.shape[dim])
-            # Python has no number for "before the first", ours is by Python's rule.
+            # Python has no index for "before the first", and Slice follows Python.
             result = Built(Slice(dim, first, last if last >= 0 else -x.shape[dim] - 1, step), (result,))
     return result
 
@@ -166,7 +166,7 @@ def gather(call: Call) -> Result:
         return gathered(data, dim, ids)
     places = ids.value.astype(np.int64)
     if places.size and (places.min() < -data.shape[dim] or places.max() >= data.shape[dim]):
-        raise LayerwiseError(f"Gather: positions beyond axis {dim} of {data.spec.describe()}")
+        raise LayerwiseError(f"Gather: positions are out of range for axis {dim} of {data.spec.describe()}")
     if places.ndim == 0:
         return gathered(data, dim, ids)
     spec = TensorSpec((places.size,), (None,), "int64")
@@ -192,7 +192,7 @@ def space_to_depth(call: Call) -> Result:
 
 def _image(x: Operand) -> tuple[int, ...]:
     if len(x.shape) != 4:
-        raise LayerwiseError(f"an image (n, c, h, w) is needed, not {x.spec.describe()}")
+        raise LayerwiseError(f"the input must be an image (n, c, h, w), not {x.spec.describe()}")
     return x.shape[1:]
 
 
@@ -208,7 +208,7 @@ def pad(call: Call) -> Result:
     value = number(call, "value" if "value" in call.arguments else "constant_value", 0.0)
     mode = text(call, "mode", "constant")
     if mode not in PADDINGS:
-        raise LayerwiseError(f"Pad: there is no mode {mode!r}")
+        raise LayerwiseError(f"Pad: mode {mode!r} is not supported")
     return Built(Pad(tuple(pairs), PADDINGS[mode], value), (x,)) if any(flat) else x
 
 
@@ -223,12 +223,14 @@ def resize(call: Call) -> Result:
         raise LayerwiseError(f"Resize: {len(scales)} scales, {len(sizes)} sizes for {len(dims)} axes")
     shape, factors = list(x.shape), [1.0] * rank
     if not all(isfinite(s) and 0 < s < LONGEST for s in (*scales, *sizes)):
-        raise LayerwiseError(f"Resize by scales {scales} or to sizes {sizes}: out of range")
+        raise LayerwiseError(f"Resize: scales {scales} or sizes {sizes} are out of range")
     for i, dim in enumerate(dims):
         factors[dim] = scales[i] if scales else sizes[i] / x.shape[dim]
         shape[dim] = floor(np.float32(x.shape[dim]) * np.float32(scales[i])) if scales else sizes[i]
     if tuple(shape[:2]) != x.shape[:2] or not 0 < min(shape) <= max(shape) < LONGEST:
-        raise LayerwiseError(f"Resize of {x.spec.describe()} to {tuple(shape)}: only space can be resampled")
+        raise LayerwiseError(
+            f"Resize of {x.spec.describe()} to {tuple(shape)}: only spatial dimensions can be resampled"
+        )
     if tuple(shape) == x.shape:
         return x
     return Built(_interpolation(call, x.shape[2:], tuple(shape[2:]), tuple(factors[2:])), (x,))
@@ -237,10 +239,10 @@ def resize(call: Call) -> Result:
 def _interpolation(
     call: Call, extents: tuple[int, ...], size: tuple[int, ...], scales: tuple[float, ...]
 ) -> Interpolate:
-    """The operator of ours that takes the same positions; an error where none does."""
+    """Our operator that samples the same positions. Raises LayerwiseError if there is none."""
     mode = text(call, "mode", "nearest")
-    as_torch = number(call, "cubic_coeff_a", -0.75) == -0.75 and not call.get("exclude_outside", 0)  # of a cubic
-    where = text(call, "coordinate_transformation_mode", "asymmetric")  # which Upsample and Resize-10 have
+    as_torch = number(call, "cubic_coeff_a", -0.75) == -0.75 and not call.get("exclude_outside", 0)  # for mode cubic
+    where = text(call, "coordinate_transformation_mode", "asymmetric")  # the default of Upsample and Resize-10
     exact = () if all(s == e * f for s, e, f in zip(size, extents, scales, strict=True)) else scales
     if mode == "nearest":
         rounding = text(call, "nearest_mode", "floor")
@@ -251,7 +253,7 @@ def _interpolation(
                 return Interpolate(size, ours, scales=exact)  # type: ignore[arg-type]
     elif mode == "linear" or (mode == "cubic" and as_torch):
         half = where == "half_pixel" or (where == "pytorch_half_pixel" and min(size) > 1)
-        if half or (where == "align_corners" and not exact):  # ONNX aligns with the size before it is rounded
+        if half or (where == "align_corners" and not exact):  # ONNX aligns with the size before rounding
             return Interpolate(size, mode, where == "align_corners", exact)  # type: ignore[arg-type]
     rounding = f" and rounding {text(call, 'nearest_mode', 'floor')!r}" if mode == "nearest" else ""
     raise LayerwiseError(

@@ -1,7 +1,7 @@
-"""The ONNX importer's table: one row an operator, "Name-since" for an older form of it that means something else.
+"""The ONNX importer's table: a row for each operator; "Name-since" for an older form with another meaning.
 
-https://onnx.ai/onnx/operators/. The rows are with their families: layers, norms, recurrent ones, shapes, positions,
-element-wise operators.
+https://onnx.ai/onnx/operators/. The rows are in their families' files: layers, norms, recurrent, shapes, index,
+pointwise.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TABLE: Table = {**LAYERS, **NORMS, **SHAPES, **INDEXING, **RECURRENT, **POINTWIS
 
 
 def row(domain: str, op_type: str, since: int = 0) -> Build | None:
-    """The row that builds an operator's layer, in its form since that opset: a user's own goes first."""
+    """The row that builds an operator's layer, in its form at that opset; a user's own row has priority."""
     if (own := lookup(f"{domain or 'ai.onnx'}::{op_type}")) is not None:
         return own
     if domain not in ("", "ai.onnx"):

@@ -1,4 +1,4 @@
-"""Constants of a PyTorch program: what depends on nothing that is fed or trained, and its value where that is cheap."""
+"""Constants of a PyTorch program: what depends on nothing fed or trained, with its value if that is cheap."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from layerwise.errors import LayerwiseError
 from layerwise.importers.torch.ops.table import DRAWING, SHAPED_ONLY, base_name
 from layerwise.importers.torch.traced_program import Node, Ref, TracedProgram, called
 
-MOST_ELEMENTS = 1 << 26  # of a constant whose value is kept: the masks of windows in volumes have 40 million
+MOST_ELEMENTS = 1 << 26  # of a constant whose value is stored: masks of windows in volumes have 40 million
 MOST_BYTES = 1 << 32  # of all of them
 LIMIT = (
-    f"layerwise computes constants of up to {MOST_ELEMENTS:,} elements: feed what the model makes of it (such as a "
-    "mask) as an input"
+    f"layerwise computes constants of up to {MOST_ELEMENTS:,} elements: feed what the model computes from it (such as "
+    "a mask) as an input"
 )
 
-FILLED = {"zeros": 0, "ones": 1, "full": None}  # with which number, whatever the size
+FILLED = {"zeros": 0, "ones": 1, "full": None}  # the number that fills them, whatever the size
 
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """Reads a constant that has no value: LayerwiseError."""
+    """A constant without a value: reading it raises LayerwiseError."""
 
     reason: str
 
@@ -36,7 +36,7 @@ class Missing:
 
 
 def is_constant(node: Node, known: Callable[[str], bool]) -> bool:
-    """Whether a call gives the same at every step; `known` says so of its operands."""
+    """Whether a call returns the same at every step; `known` says so for its operands."""
     name = base_name(node.target)
     return name not in DRAWING and (name in SHAPED_ONLY or all(known(ref.name) for ref in node.operands))
 
@@ -51,26 +51,28 @@ def constant_names(program: TracedProgram) -> set[str]:
 
 
 class Constants:
-    """Values of constants, computed as torch does."""
+    """Values of constants, computed by torch."""
 
     def __init__(self) -> None:
         self._tensors: dict[str, torch.Tensor] = {}
         self._memory: dict[int, int] = {}  # bytes of each storage, by its address
-        self._bytes = 0  # of all of them
-        self.unknown: dict[str, str] = {}  # of which there is no value, and why
+        self._bytes = 0  # of all storages
+        self.unknown: dict[str, str] = {}  # constants without a value, and why
 
     def store(self, name: str, target: str, shape: tuple[int, ...], read: Callable[[], torch.Tensor | None]) -> None:
-        """A buffer of the model: a copy of it, if it is small and has a value."""
+        """Stores a copy of one of the model's buffers, if it is small and has a value."""
         tensor = read() if prod(shape) <= MOST_ELEMENTS else None
         if prod(shape) > MOST_ELEMENTS:
-            self.unknown[name] = f"buffer {target!r} has {prod(shape):,} elements, and {LIMIT}"
+            self.unknown[name] = f"buffer {target!r} has {prod(shape):,} elements, but {LIMIT}"
         elif tensor is None or isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
-            self.unknown[name] = f"buffer {target!r} has no value (the model is on the meta device): build it for real"
+            self.unknown[name] = (
+                f"buffer {target!r} has no value, as the model is on the meta device: build it on a real device"
+            )
         elif tensor.layout == torch.strided:
             self._keep(name, tensor.detach().to("cpu", copy=True))
 
     def value(self, name: str) -> NDArray[np.generic] | None:
-        """As an array, where it is known."""
+        """The value as an array, or None."""
         tensor = self._tensors.get(name)
         if tensor is None:
             return None
@@ -78,7 +80,7 @@ class Constants:
         return array
 
     def compute(self, node: Node, layer: str) -> None:
-        """Evaluates a call of constants, if all of them are known and the result is small."""
+        """Computes a call of constants, if all of them are known and the result is small."""
         made = self._evaluate(node)
         if made is None:
             self.unknown |= dict.fromkeys((v.name for v in node.outputs if v), self._reason(node, layer))
@@ -88,23 +90,23 @@ class Constants:
                 self._keep(declared.name, result)
 
     def _keep(self, name: str, tensor: torch.Tensor) -> None:
-        """Notes a value. LayerwiseError where all of them together are too many."""
+        """Stores a value. Raises LayerwiseError if all values together are too large."""
         self._tensors[name] = tensor
         storage = tensor.untyped_storage()
         self._bytes += storage.nbytes() - self._memory.get(storage.data_ptr(), 0)
         self._memory[storage.data_ptr()] = storage.nbytes()
         if self._bytes > MOST_BYTES:
             raise LayerwiseError(
-                f"the constants that the model computes, up to {name!r}, take more than {MOST_BYTES >> 20:,} MiB "
-                "in all; make them inputs of the model"
+                f"computing the model's constants, up to {name!r}, takes more than {MOST_BYTES >> 20:,} MiB: pass them "
+                "as inputs"
             )
 
     def _reason(self, node: Node, layer: str) -> str:
         """Why a call has no value."""
         if node.overload is not None and torch.Tag.nondeterministic_seeded in node.overload.tags:
             return (
-                f"layer {layer!r} draws random numbers ({node.target}), which would differ from rank to rank: use "
-                "nn.Dropout and the like, or feed them as an input"
+                f"layer {layer!r} draws random numbers ({node.target}) that would differ between ranks: use nn.Dropout "
+                "and the like, or pass them as an input"
             )
         known = next((self.unknown[r.name] for r in self._read(node) if r.name in self.unknown), None)
         if known is not None:
@@ -112,10 +114,10 @@ class Constants:
         large = next((v.shape for v in node.outputs if v and prod(v.shape) > MOST_ELEMENTS), None)
         if large is not None:
             made = f"a constant of shape {large} in the forward pass"
-            return f"layer {layer!r} ({node.target}) makes {made}, and {LIMIT}"
+            return f"layer {layer!r} ({node.target}) creates {made}, but {LIMIT}"
         return (
-            f"layer {layer!r} computes {node.target} of nothing but constants, which layerwise does not: compute it "
-            "once and make it a buffer of the model, or feed it as an input"
+            f"layer {layer!r} computes {node.target} from constants only, which layerwise cannot: compute it once and "
+            "store it as a buffer, or pass it as an input"
         )
 
     def _evaluate(self, node: Node) -> object:
@@ -131,24 +133,24 @@ class Constants:
             return None
         try:
             made = called(node, lambda ref: self._operand(ref, node), "cpu")
-            return made.zero_() if "empty" in name and isinstance(made, torch.Tensor) else made  # the same everywhere
-        except Exception:  # not worth knowing: it stays a constant without a value
+            return made.zero_() if "empty" in name and isinstance(made, torch.Tensor) else made  # equal on all ranks
+        except Exception:  # any failure: it stays a constant without a value
             return None
 
     def _read(self, node: Node) -> list[Ref]:
-        """Operands whose values matter."""
+        """The operands whose values matter."""
         return [] if base_name(node.target) in SHAPED_ONLY else list(node.operands)
 
     def _operand(self, ref: Ref, node: Node) -> torch.Tensor:
         if base_name(node.target) not in SHAPED_ONLY:
             return self._tensors[ref.name]
-        like = node.outputs[0]  # only its type matters, and its shape: that of the result
+        like = node.outputs[0]  # only its type and shape matter: those of the result
         assert like is not None
         return torch.zeros((), dtype=getattr(torch, like.dtype)).expand(like.shape)
 
 
 def _filled(node: Node, name: str) -> torch.Tensor | None:
-    """A large tensor of one number: it takes the memory of one."""
+    """A large tensor filled with one number, in the memory of one element."""
     (out,) = node.outputs
     number = FILLED[name.removeprefix("new_").removesuffix("_like")]
     value = node.arguments.get("fill_value") if number is None else number

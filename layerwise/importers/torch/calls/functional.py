@@ -1,7 +1,7 @@
-"""A program without writes in place: what is written into is another tensor from then on, and so are its views.
+"""Rewrites a program without in-place writes: after a write, the tensor and its views are new tensors.
 
-Of a view that is written into, the tensor behind it is made again with the new values in their place; views of that
-are taken again where they are used. https://pytorch.org/docs/stable/tensor_view.html
+After a write into a view, the tensor behind it is rebuilt with the new values in their place; its other views are taken
+again where they are used. https://pytorch.org/docs/stable/tensor_view.html
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from layerwise.importers.torch.traced_program import (
     where,
 )
 
-STATISTICS = {"_native_batch_norm_legit"}  # these write running statistics, which their layers remember
+STATISTICS = {"_native_batch_norm_legit"}  # these update running statistics, which their layers track themselves
 COUNTER = "num_batches_tracked"
-RETYPED = ("view", "view_as_real", "view_as_complex", "real", "imag")  # views of another type
+RETYPED = ("view", "view_as_real", "view_as_complex", "real", "imag")  # views as another type
 SHAPED = ("view", "unsqueeze", "squeeze", "alias")  # views of all elements, in order
 VIEWS = (
     *SHAPED, *TURNED, "slice", "select", "expand", "expand_as", "detach", "split", "split_with_sizes", "chunk", "unbind"
@@ -37,7 +37,9 @@ VIEWS = (
 
 
 def functional(program: TracedProgram) -> TracedProgram:
-    """The same program. LayerwiseError where it is not known what a write changes, or where a buffer would keep it."""
+    """The program without in-place writes. Raises LayerwiseError if a write's effect is unknown, or
+    lasts in a buffer.
+    """
     if not any(overwritten(node) for node in program.nodes):
         return program
     writer = _Writer(program)
@@ -48,7 +50,7 @@ def functional(program: TracedProgram) -> TracedProgram:
 
 
 def overwritten(node: Node) -> tuple[str, ...]:
-    """The tensors that a call writes into: of relu_, add_, copy_, ... the first, of others what they have as `out`."""
+    """The tensors that a call writes into: the first for relu_, add_, copy_, ..., else its `out` arguments."""
     if base_name(node.target) in STATISTICS:
         return ()
     arguments = node.overload._schema.arguments if node.overload is not None else ()
@@ -60,20 +62,20 @@ def overwritten(node: Node) -> tuple[str, ...]:
 
 
 class _Writer:
-    """Goes through a program call by call. Tensors are named as the program names them, values as the result does."""
+    """Goes through a program call by call. Tensors have the program's names, values the result's names."""
 
     def __init__(self, program: TracedProgram) -> None:
         self.sources = {source.value.name: source for source in program.sources}
         self.values = program.values
         self.nodes: list[Node] = []
-        self.effects: dict[str, None] = {}  # a phrase for each parameter that is written into
-        self.same: dict[str, str] = {}  # what a call in place returns -> the tensor that it wrote into
-        self.views: dict[str, tuple[str, Node]] = {}  # of which tensor, and by which call
-        self.perhaps: dict[str, set[str]] = defaultdict(set)  # tensors that may lie in the same memory, or not
-        self.unsure: dict[str, Node] = {}  # tensors that may have been written into, by which call
-        self.now: dict[str, str] = {}  # values
-        self.writes: dict[str, int] = defaultdict(int)  # into the memory of a tensor that is no view
-        self.seen: dict[str, int] = {}  # of them when the value was made
+        self.effects: dict[str, None] = {}  # a phrase for each parameter written into
+        self.same: dict[str, str] = {}  # result of an in-place call -> the tensor it wrote into
+        self.views: dict[str, tuple[str, Node]] = {}  # the base tensor, and the call that made the view
+        self.perhaps: dict[str, set[str]] = defaultdict(set)  # tensors that may share memory
+        self.unsure: dict[str, Node] = {}  # tensors that may have been written into, and by which call
+        self.now: dict[str, str] = {}  # tensor -> present value
+        self.writes: dict[str, int] = defaultdict(int)  # number of writes into a base tensor's memory
+        self.seen: dict[str, int] = {}  # that number when the value was made
 
     def add(self, node: Node) -> None:
         written = overwritten(node)
@@ -88,11 +90,11 @@ class _Writer:
         if kept:
             self._check_kept(node, call, kept)
         if kept and out is not None:
-            self.same[out.name] = self._tensor(written[0])  # it is trained with its new values
+            self.same[out.name] = self._tensor(written[0])  # training goes on with its new values
             return
         if len(written) > 1 or out is None:
             raise LayerwiseError(
-                f"{where(node)} calls {node.target}, which writes into several tensors or returns none; write it "
+                f"{where(node)} calls {node.target}, which writes into several tensors or returns none: write it "
                 "without the underscore or out="
             )
         tensor = self._tensor(written[0])
@@ -102,7 +104,7 @@ class _Writer:
         self._write(tensor, out.name, node)
 
     def current(self, name: str) -> str:
-        """The value that a tensor has by now. LayerwiseError where that is not known."""
+        """The present value of a tensor. Raises LayerwiseError if it is unknown."""
         tensor = self._tensor(name)
         root = self._root(tensor)
         if root in self.unsure:
@@ -131,7 +133,7 @@ class _Writer:
         self.writes[root] = number
 
     def _near(self, root: str) -> set[str]:
-        """The tensors that may lie in the same memory, itself among them."""
+        """The tensors that may share memory with this one, itself included."""
         near, left = {root}, [root]
         while left:
             for other in self.perhaps[left.pop()] - near:
@@ -140,7 +142,7 @@ class _Writer:
         return near
 
     def _behind(self, view: Node, tensor: str, base: str, before: str, value: str, node: Node) -> str:
-        """The tensor that a view is of, with the view's new value in its place."""
+        """The base tensor of a view, with the view's new value in its place."""
         kind, shape = base_name(view.target), self.values[base].shape
         dim = view.arguments.get("dim", 0)
         if kind in SHAPED and self.values[tensor].dtype == self.values[base].dtype:
@@ -172,7 +174,9 @@ class _Writer:
         return name
 
     def _filled(self, node: Node, out: Value) -> Node:
-        """fill_ and zero_ as a copy of a number: a `full` of sizes does not know which dimension has samples."""
+        """Replaces fill_ and zero_ by a copy of a number: a `full` of sizes would not know which dimension is the
+        samples.
+        """
         if node.target.partition("::")[2].partition(".")[0] not in ("fill_", "zero_"):
             return node
         number, copy, full = node.arguments.get("value", 0), torch.ops.aten.copy_.default, torch.ops.aten.full.default
@@ -209,15 +213,17 @@ class _Writer:
         return tensor
 
     def _is_kept(self, source: Source) -> bool:
-        """Whether a write into a tensor is there in the next step, too.
+        """True if a write into a tensor lasts until the next step.
 
-        But for the counters of batch norms: they are counted where layerwise trains (see `layerwise.run.state.state`).
+        The counters of batch norms do not count: layerwise updates them itself (see `layerwise.run.state.state`).
         """
         own = source.kind != "input" and not source.target.startswith("lifted_tensor")
         return own and (source.kind == "parameter" or not source.target.endswith(COUNTER))
 
     def _check_kept(self, node: Node, call: Node, kept: Sequence[Source]) -> None:
-        """Notes a write into parameters. LayerwiseError where it depends on samples or chance, or is into a buffer."""
+        """Notes a write into parameters. Raises LayerwiseError if it is into a buffer, or depends
+        on samples or chance.
+        """
         made = behind(call.operands, {v.name: one for one in self.nodes for v in one.outputs if v}, ())
         read = {ref.name for one in (call, *made.values()) for ref in one.operands}
         drawn = any(o and torch.Tag.nondeterministic_seeded in o.tags for one in made.values() if (o := one.overload))
@@ -225,8 +231,8 @@ class _Writer:
             written = f"{source.kind} {source.target!r}"
             if source.kind != "parameter" or drawn or any(self._is_input(name) for name in read):
                 raise LayerwiseError(
-                    f"{where(node)} writes into its {written} in the forward pass, which layerwise would lose (but for "
-                    "running statistics of batch and instance norms): update it outside of the model"
+                    f"{where(node)} writes into its {written} in the forward pass, which layerwise would lose (except "
+                    "running statistics of batch and instance norms): update it outside the model"
                 )
             path = where(node).removeprefix("the model")
             self.effects[
@@ -243,7 +249,7 @@ class _Writer:
 
 
 def _shared(node: Node) -> Iterator[tuple[str, str]]:
-    """Outputs that may share memory with an operand, by the operator's schema: (output, operand)."""
+    """The outputs that may share memory with an operand, by the operator's schema: (output, operand)."""
     schema = None if node.overload is None else node.overload._schema
     if schema is not None and any(r.alias_info is not None for r in schema.returns):
         for argument in schema.arguments:
@@ -255,5 +261,5 @@ def _shared(node: Node) -> Iterator[tuple[str, str]]:
 def _seen_elsewhere(node: Node, name: str) -> LayerwiseError:
     return LayerwiseError(
         f"{where(node)} calls {node.target}, which writes in place into a view of a tensor that is used again "
-        f"({name}); write it without the underscore or out="
+        f"({name}): write it without the underscore or out="
     )

@@ -1,4 +1,4 @@
-"""Layers of a PyTorch program: which parameters and constants stand alone in it, what layers and inputs are called."""
+"""Placer for PyTorch programs: standalone parameters and constants, and the names of layers and inputs."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from layerwise.tensor import TensorSpec
 
 
 class TorchPlacer(Placer):
-    """Keeps the shapes that the model's parameters have, and reads them in others."""
+    """A Placer that keeps the shapes of the model's parameters, and reads them in other shapes."""
 
     def __init__(self, builder: GraphBuilder, uses: Mapping[str, int]) -> None:
         super().__init__(builder)
-        self.shapes: dict[str, TensorSpec] = {}  # of the model's own parameters and buffers
+        self.shapes: dict[str, TensorSpec] = {}  # of the model's parameters and buffers
         self._uses = uses  # how often the program uses each constant
 
     def _add(self, built: Built, inputs: list[Operand], name: str) -> str:
@@ -50,7 +50,7 @@ class TorchPlacer(Placer):
         return self.builder.add(name, op, [self.source(x) for x in inputs], names, next(trained, None), computed)
 
     def _not_trained(self, op: Op, inputs: Sequence[Operand], parameters: Sequence[Operand]) -> tuple[Operand, ...]:
-        """Weights, of which constants are layers of their own: what an operator has itself, an optimizer trains."""
+        """The weights, with constants as layers of their own: whatever an operator itself holds would be trained."""
         if all(p.role != "constant" for p in parameters):
             return tuple(parameters)
         declared = space(op, tuple(x.spec for x in inputs)).parameters
@@ -60,17 +60,17 @@ class TorchPlacer(Placer):
         )
 
     def _stands_alone(self, p: Operand) -> bool:
-        """Whether an operand cannot live in a layer: it is reshaped, or several layers use the same constant."""
+        """True if an operand cannot belong to a layer: it is reshaped, or several layers use the same constant."""
         shared = p.role == "constant" and self._uses[p.name.removesuffix(".not")] > 1
         return shared or self._is_reshaped(p) or (p.role == "parameter" and self._is_merged(p))
 
     def _is_merged(self, p: Operand) -> bool:
-        """Whether a parameter is used in a shape that differs from its own by more than extents of 1."""
+        """True if a parameter's used shape differs from its own by more than dimensions of size 1."""
         own = self.shapes[p.name].shape
         return not p.transposed and p.shape != own and without_ones(p.shape, own) is None
 
     def _is_reshaped(self, p: Operand) -> bool:
-        """Whether a parameter with a node of its own is used in another shape than it has."""
+        """True if a parameter that is a node is used in a shape other than its own."""
         return not p.activation and p.name in self.sources and (p.transposed or p.shape != self.shapes[p.name].shape)
 
     def _tied(self, x: Operand) -> str:
@@ -80,8 +80,8 @@ class TorchPlacer(Placer):
 
 
 def shared_parameters(program: TracedProgram) -> set[str]:
-    """Parameters that are used more than once, also by way of transposes and other views."""
-    users: dict[str, list[Node | None]] = defaultdict(list)  # None: it is returned as it is
+    """Parameters that are used more than once, transposes and other views included."""
+    users: dict[str, list[Node | None]] = defaultdict(list)  # None: it is returned unchanged
     for ref in program.outputs:
         users[ref.name].append(None)
     read = set(program.used)
@@ -104,7 +104,7 @@ def shared_parameters(program: TracedProgram) -> set[str]:
 
 
 def without_ones(shape: tuple[int, ...], own: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The shape of a parameter that is read as `shape`, where they differ in extents of 1."""
+    """The shape of a parameter that is read as `shape`, if they differ only in dimensions of size 1."""
     alike = [e for e in shape if e > 1] == [e for e in own if e > 1]
     return own if alike and shape != own else None
 
@@ -114,14 +114,14 @@ SIGNALS = ("conv1d", "conv_transpose1d", "max_pool1d", "avg_pool1d", "adaptive_a
 
 
 def layer_names(program: TracedProgram, layers: Sequence[Node]) -> dict[str, str]:
-    """A name for every node: the path of its module where it is what the module does, else `path.operator`.
+    """A name for every node: its module's path if the node is what the module does, else `path.operator`.
 
-    `layers` are the nodes that may become layers. A module does one thing if it has no modules inside and only one
-    operator, or only one that uses its parameters (a convolution with padding of its own).
+    `layers` are the nodes that may become layers. A module does one thing if it has no submodules and only one
+    operator, or only one that uses its parameters (a convolution with its own padding).
     """
     containers = {path for node in program.nodes for _, path, _ in node.stack[:-1]}
     weights = {s.value.name for s in program.sources if s.kind == "parameter"}
-    runs = groupby(layers, lambda node: node.stack[-1:])  # what a module without modules inside calls is together
+    runs = groupby(layers, lambda node: node.stack[-1:])  # what a leaf module calls together
     inside = {node.name: run for run in (list(nodes) for _, nodes in runs) for node in run}
     names = {}
     for node in program.nodes:
@@ -138,19 +138,19 @@ def layer_names(program: TracedProgram, layers: Sequence[Node]) -> dict[str, str
 
 
 def input_spec(program: TracedProgram, source: Source, batch: int, dims: Sequence[str | None] | None) -> TensorSpec:
-    """The labels of an input: those asked for, or by rank and first use."""
+    """The spec of an input, with the labels asked for, or by rank and first use."""
     value = source.value
     rank = len(value.shape)
     if dims is not None:
         return TensorSpec(value.shape, asked_labels(source.target, rank, dims), value.dtype)
     labels = usual_labels(rank, value.dtype, signal=_is_signal(program, value.name))
     if rank and value.shape[0] != batch:
-        labels = (None, *labels[1:])  # a table that is fed beside the samples
+        labels = (None, *labels[1:])  # a table passed beside the samples
     return TensorSpec(value.shape, labels, value.dtype)
 
 
 def _is_signal(program: TracedProgram, name: str) -> bool:
-    """Whether the first that is done with a tensor of rank 3 (paddings and the like aside) is 1-D."""
+    """True if the first operator on a tensor of rank 3 (ignoring padding and the like) is 1-D."""
     for node in program.nodes:
         if any(ref.name == name for ref in node.operands):
             if base_name(node.target) in SIGNALS:

@@ -1,7 +1,7 @@
-"""The element type of what a call makes, as PyTorch has it, and whether that is a loss.
+"""The element type that PyTorch gives a call's result, and whether that result is a loss.
 
-A loss inside a model is a number a sample here, of which the mean (or sum) over all samples is taken last. So a model
-may do with its loss only what commutes with that: scale it, add losses.
+A loss inside a model is a number a sample here; the mean (or sum) over all samples is taken last. So a model may only
+do to its loss what commutes with that: scale it, and add losses.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from layerwise.tensor import TensorSpec
 
 
 def typed(node: Node, build: Build, call: Call, placer: Placer) -> Result:
-    """What a row makes of a call; where the types differ, of operands that are cast first.
+    """What a row returns for a call; if types differ, its operands are cast first.
 
-    LayerwiseError where that gives another type than PyTorch, too.
+    Raises LayerwiseError if the result's type still differs from PyTorch's.
     """
     result = build(_asked(node, call, placer))
     if (wrong := _wrong(call, result, placer.builder)) is None:
@@ -41,7 +41,7 @@ def typed(node: Node, build: Build, call: Call, placer: Placer) -> Result:
                 return tuple(cast(key, v) for v in value)
             if key in ("mask", "condition") or not isinstance(value, Operand) or value.spec.dtype == wanted:
                 return value
-            # Only to a wider type, where another is not asked for; a number has none.
+            # Cast only to a wider type, unless a type is asked for; a number has no type.
             if not asked and value.shape and promoted(value.spec.dtype, wanted) != wanted:
                 return value
             return placer.place(Built(Cast(wanted), (value,)), f"{call.layer}.cast")
@@ -51,17 +51,19 @@ def typed(node: Node, build: Build, call: Call, placer: Placer) -> Result:
             return result
     if "float" in wanted and not wrong[1].differentiable:
         raise LayerwiseError(
-            f"is given {wrong[1].dtype}, but its weights need floating-point numbers: give example_inputs of the type "
-            "that the model is called with"
+            f"gets {wrong[1].dtype}, but its weights need floating-point numbers: pass example_inputs of the type that "
+            "you call the model with"
         )
     raise LayerwiseError(
-        f"it gives {wanted} in PyTorch, but {wrong[1].dtype} here: give example_inputs of the type that the model is "
-        f"called with, or bring what it is given to that type with .to(torch.{wanted})"
+        f"it returns {wanted} in PyTorch, but {wrong[1].dtype} in layerwise: pass example_inputs of the type that you "
+        f"call the model with, or convert its input with .to(torch.{wanted})"
     )
 
 
 def _asked(node: Node, call: Call, placer: Placer) -> Call:
-    """A call that computes in the type that it asks for, of operands that have it: under autocast they may not."""
+    """A call that computes in the type that it asks for, on operands cast to it: under autocast
+    they may not have it.
+    """
     if call.get("dtype") is None or base_name(node.target) not in PROMOTING:
         return call
 
@@ -78,7 +80,7 @@ def _asked(node: Node, call: Call, placer: Placer) -> Call:
 
 
 def _wrong(call: Call, result: Result, builder: GraphBuilder) -> tuple[TensorSpec, TensorSpec] | None:
-    """The first output that has another element type than PyTorch's: there, and here."""
+    """The first output whose element type differs from PyTorch's: (PyTorch's spec, ours)."""
     results = result if isinstance(result, tuple) else (result,)
     pairs = (
         (out, _made(r, builder))
@@ -89,7 +91,7 @@ def _wrong(call: Call, result: Result, builder: GraphBuilder) -> tuple[TensorSpe
 
 
 def _made(result: Operand | Built, builder: GraphBuilder) -> TensorSpec:
-    """What a result is, within the regions of autocast that are around it."""
+    """A result's spec, within the autocast regions around it."""
     if isinstance(result, Operand):
         return result.spec
     specs = tuple(_made(i, builder) for i in result.inputs)
@@ -104,9 +106,10 @@ SCALING = (*UNCHANGED, "detach", "neg")
 
 
 def follows(node: Node, losses: Mapping[str, str], elements: Callable[[Ref], int]) -> str | None:
-    """The reduction of what a call makes of losses, which are named with theirs; None where it makes something else.
+    """The reduction of a call's result from losses (a mapping to their reductions); None if it is not a loss.
 
-    elements: of a tensor. With one that has several a loss makes as many numbers, which are no loss.
+    elements: counts a tensor's elements. A loss combined with several elements gives several numbers, which are no
+    loss.
     """
     first, *rest = node.arguments.values()
     if any(isinstance(v, Ref) and v.name not in losses and elements(v) != 1 for v in (first, *rest[:1])):
@@ -120,7 +123,7 @@ def follows(node: Node, losses: Mapping[str, str], elements: Callable[[Ref], int
     if name in SCALING:
         allowed = True
     elif name in ("add", "sub", "rsub"):
-        allowed = both or reduction == "mean"  # a number more for every sample changes a sum
+        allowed = both or reduction == "mean"  # one more number for every sample changes a sum
     elif name == "mul":
         allowed = not both
     else:

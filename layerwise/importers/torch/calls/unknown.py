@@ -1,10 +1,10 @@
-"""Calls of operators that no table knows: written out in others that one knows, as PyTorch itself has it, or run as is.
+"""Calls of operators that no table knows: decomposed as PyTorch does into known ones, or run as they are.
 
-Only such calls are traced once more: to make a full program functional and decompose it
-(`ExportedProgram.run_decompositions`) takes up to twice the time of the export, and loses where no gradient goes back.
-https://pytorch.org/docs/stable/torch.compiler_ir.html. What stays is run as PyTorch does, on all of its inputs, where
-that is what eager PyTorch gives: not what draws random numbers, writes to its operands, or makes a tensor whose shape
-depends on values.
+Only such calls are traced again: making a full program functional and decomposing it
+(`ExportedProgram.run_decompositions`) takes up to twice the time of the export, and loses detached tensors.
+https://pytorch.org/docs/stable/torch.compiler_ir.html. Other calls run in PyTorch, on their full inputs, if that gives
+eager PyTorch's result: not if they draw random numbers, write to their operands, or return a tensor whose shape depends
+on values.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from layerwise.importers.torch.traced_program import TRACING, Node, Ref, TracedP
 from layerwise.ops.opaque import Argument, ElementType, Here, Slot, TorchOp, unlogged
 from layerwise.tensor import TensorSpec
 
-MOST_NODES = 64  # that one call becomes
+MOST_NODES = 64  # that one call may become
 
 
 def decomposed(program: TracedProgram) -> TracedProgram:
-    """Returns the program with the calls that no table knows written out, where all that they become is known."""
+    """Returns the program with unknown calls decomposed, if everything that they become is known."""
     unknown = {node.name for node in program.nodes if not _known(node.target, node.overload)}
     if not unknown:
         return program
@@ -49,7 +49,7 @@ def decomposed(program: TracedProgram) -> TracedProgram:
 
 
 def _known(target: str, overload: torch._ops.OpOverload | None) -> bool:
-    """Whether a call becomes layers that can be split."""
+    """True if a call becomes layers that can be split."""
     name = base_name(target)
     if target in OWN or row(target) is not None or target.partition("::")[2].startswith(CHECKS):
         return True
@@ -60,7 +60,7 @@ def _known(target: str, overload: torch._ops.OpOverload | None) -> bool:
 
 @cache
 def _table() -> Mapping[torch._ops.OpOverload, Callable[..., Any]]:
-    """PyTorch's decompositions of what no table here knows."""
+    """PyTorch's decompositions of operators that no table here knows."""
     from torch._decomp import core_aten_decompositions
 
     found = dict(core_aten_decompositions())
@@ -68,7 +68,7 @@ def _table() -> Mapping[torch._ops.OpOverload, Callable[..., Any]]:
 
 
 def _written_out(node: Node, values: Mapping[str, Value]) -> list[Node] | None:
-    """The calls that one becomes, the last of which has its outputs; None where some of them are not known."""
+    """The calls that one decomposes into, the last of which has its outputs; None if some are unknown."""
     traced = _trace(node, values)
     if traced is None or len(traced.graph.nodes) > MOST_NODES:
         return None
@@ -85,7 +85,7 @@ def _written_out(node: Node, values: Mapping[str, Value]) -> list[Node] | None:
     results = returned if isinstance(returned, tuple) else (returned,)
     named = {r.name: v for v, r in zip(node.outputs, results, strict=True) if v and isinstance(r, Ref)}
     if len(named) < sum(v is not None for v in node.outputs) or not named.keys() <= made:
-        return None  # an operand as it is, or one result twice
+        return None  # an operand unchanged, or one result twice
     return [
         replace(
             one,
@@ -99,7 +99,7 @@ def _written_out(node: Node, values: Mapping[str, Value]) -> list[Node] | None:
 
 
 def _sound(one: Node, made: set[str]) -> bool:
-    """Whether a call is known, draws nothing, gives tensors with elements, and writes into what was made here only."""
+    """True if a call is known, draws nothing, returns tensors with elements, and writes only into tensors made here."""
     assert one.overload is not None
     random = torch.Tag.nondeterministic_seeded in one.overload.tags
     known = _known(one.target, one.overload) or base_name(one.target) in SHAPED_ONLY
@@ -108,7 +108,7 @@ def _sound(one: Node, made: set[str]) -> bool:
 
 
 def _trace(node: Node, values: Mapping[str, Value]) -> torch.fx.GraphModule | None:
-    """Traces a call on tensors without values; returns None where PyTorch has no other way to write it."""
+    """Traces a call on tensors without values; returns None if PyTorch has no decomposition."""
     refs = list(dict.fromkeys(node.operands))
 
     def call(*tensors: torch.Tensor) -> object:
@@ -118,7 +118,7 @@ def _trace(node: Node, values: Mapping[str, Value]) -> torch.fx.GraphModule | No
         with TRACING, unlogged(), FakeTensorMode():
             examples = [torch.empty(values[r.name].shape, dtype=getattr(torch, values[r.name].dtype)) for r in refs]
             traced = make_fx(call, decomposition_table=dict(_table()))(*examples)
-    except Exception:  # whatever it is: the call stays as it is
+    except Exception:  # whatever it raises: the call stays as it is
         return None
     traced.graph.eliminate_dead_code()
     return traced
@@ -130,12 +130,12 @@ def _renamed(value: object, named: Mapping[str, Value]) -> object:
     return tuple(_renamed(v, named) for v in value) if isinstance(value, tuple) else value
 
 
-# What reads memory beside its operand's elements, or whatever memory there is.
+# Operators that read memory beyond their operand's elements, or any memory.
 MEMORY = {"as_strided", "as_strided_copy", "as_strided_scatter", "empty_strided", "set", "resize", "resize_as"}
 
 
 def out_of_place(node: Node) -> torch._ops.OpOverload | None:
-    """The overload that a call runs; of one in place (`foo_`), that of `foo`. None where there is none."""
+    """The overload that a call runs; for an in-place one (`foo_`), that of `foo`. None if there is none."""
     overload, target = node.overload, canonical(str(node.overload)) if node.overload else ""
     if overload is None or not target.startswith("aten::"):
         return overload
@@ -145,24 +145,24 @@ def out_of_place(node: Node) -> torch._ops.OpOverload | None:
 
 
 def why_not(node: Node) -> str | None:
-    """Why a call cannot be run as it is, None where it can."""
+    """Why a call cannot run as it is; None if it can."""
     overload = out_of_place(node)
     name = base_name(node.target)
     if overload is None:
         return "is unknown"
     if torch.Tag.nondeterministic_seeded in overload.tags:
-        return "draws random numbers, which would differ from rank to rank"
+        return "draws random numbers, which would differ between ranks"
     if overload._schema.is_mutable:
-        return "writes to what it is given, which would be lost"
+        return "writes to its inputs, which would be lost"
     if name in MEMORY:
-        return "depends on how its operand lies in memory"
+        return "depends on its operand's memory layout"
     return None
 
 
 def torch_call(node: Node, call: Call, used: Callable[[str], bool], shapes: Mapping[str, TensorSpec]) -> Result:
-    """The layer of a call that no table knows; one an output that is used. shapes: of the model's own parameters.
+    """The layers of a call that no table knows: one for each output that is used. shapes: of the model's parameters.
 
-    Parameters live in a layer that is not split; else, or where several types or shapes are read, they are its inputs.
+    Parameters belong to the layer, which is then not split; if several types or shapes are read, they are inputs.
     """
     overload = out_of_place(node)
     assert overload is not None
@@ -191,7 +191,7 @@ def torch_call(node: Node, call: Call, used: Callable[[str], bool], shapes: Mapp
 
 
 def _held(call: Call, shapes: Mapping[str, TensorSpec]) -> list[Operand]:
-    """The parameters of a call that can live in its layer."""
+    """The parameters of a call that can belong to its layer."""
     own = [p for p in dict.fromkeys(call.tensors) if p.role == "parameter"]
     plain = all(not p.transposed and p.shape == shapes[p.name].shape for p in own)
     alike = len({p.spec.dtype for p in own}) == 1 and len({p.name for p in own}) == len(own)
@@ -199,11 +199,11 @@ def _held(call: Call, shapes: Mapping[str, TensorSpec]) -> list[Operand]:
 
 
 def _argument(raw: object, bound: Bound, inputs: list[Operand], held: list[Operand]) -> Argument:
-    """As a TorchOp has it; appends the tensor that it is to `inputs`, unless it is one of those that are held."""
+    """An argument for a TorchOp; appends a tensor argument to `inputs`, unless it is one of `held`."""
     match raw:
         case Ref():
             if not isinstance(bound, Operand):
-                raise LayerwiseError(f"its operand {raw.name!r} has no elements, which is not supported")
+                raise LayerwiseError(f"its operand {raw.name!r} is empty, which is not supported")
             if bound in held:
                 return Slot(held.index(bound), parameter=True)
             inputs.append(bound)

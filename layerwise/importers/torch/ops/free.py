@@ -1,7 +1,7 @@
-"""What operators do to each dimension that layerwise has no class for: those that go along, index by index, are free.
+"""Free dimensions of operators that have no class in layerwise: those that each index passes through independently.
 
-A row gives, for each tensor of a call and each of its dimensions, the output's dimension that it goes along with, or
-None where the operator reads all of it. https://pytorch.org/docs/stable/torch.html
+A row gives, for each dimension of each tensor of a call, the output dimension that it corresponds to, or None if the
+operator needs all of it. https://pytorch.org/docs/stable/torch.html
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from layerwise.importers.torch.ops.table import base_name
 from layerwise.ops.opaque import Free
 
 Shape = tuple[int, ...]
-Row = Callable[[Call, Shape], Free]  # of a call, and the shape of its output; () where nothing is known of it
+Row = Callable[[Call, Shape], Free]  # from a call and its output's shape; () if nothing is known
 
 
 def _worked(call: Call, *names: str) -> set[int]:
-    """The dimensions that the arguments of these names tell, all where they tell none."""
+    """The dimensions given by the arguments of these names; all, if they are missing."""
     rank = len(call.tensors[0].shape)
     told = next((value for name in names if (value := call.get(name)) is not None), None)
     numbers = told if isinstance(told, tuple) else (told,)
@@ -28,7 +28,7 @@ def _worked(call: Call, *names: str) -> set[int]:
 
 
 def along(*names: str) -> Row:
-    """The dimensions that an argument names are worked on, the others go along: sort, a Fourier transform."""
+    """The dimensions that an argument names are not free, the others are: sort, a Fourier transform."""
 
     def row(call: Call, out: Shape) -> Free:
         worked = _worked(call, *names)
@@ -38,7 +38,7 @@ def along(*names: str) -> Row:
 
 
 def reduced(*names: str) -> Row:
-    """As `along`, but the dimensions that are worked on are gone from the result, unless it keeps them."""
+    """Like `along`, but the result lacks the named dimensions, unless the call keeps them."""
 
     def row(call: Call, out: Shape) -> Free:
         worked, rank = _worked(call, *names), len(call.tensors[0].shape)
@@ -51,7 +51,7 @@ def reduced(*names: str) -> Row:
 
 
 def last(worked: int) -> Row:
-    """Stacks of what the last dimensions hold: matrices, images."""
+    """Operators on stacks of matrices or images, in the last dimensions; the others are free."""
 
     def row(call: Call, out: Shape) -> Free:
         shape = call.tensors[0].shape
@@ -63,7 +63,9 @@ def last(worked: int) -> Row:
 
 
 def first(free: int, rank: int) -> Row:
-    """The first dimensions of tensors of that rank go along, samples or samples and channels; others are tables."""
+    """The first dimensions of tensors of that rank are free: samples, or samples and channels; other tensors are
+    tables.
+    """
 
     def row(call: Call, out: Shape) -> Free:
         if len(call.tensors[0].shape) != rank:
@@ -75,7 +77,7 @@ def first(free: int, rank: int) -> Row:
 
 
 def elements(call: Call, out: Shape) -> Free:
-    """Every element by itself, numpy's broadcasting included."""
+    """All dimensions are free, numpy's broadcasting included."""
     skip = [len(out) - len(t.shape) for t in call.tensors]
     return tuple(
         tuple(i + k if extent == out[i + k] else None for i, extent in enumerate(t.shape))
@@ -84,20 +86,20 @@ def elements(call: Call, out: Shape) -> Free:
 
 
 def of_first(call: Call, out: Shape) -> Free:
-    """Every element of the first tensor by itself; the others are tables."""
+    """All dimensions of the first tensor are free; the other tensors are tables."""
     x, *others = call.tensors
     return (tuple(range(len(x.shape))), *((None,) * len(t.shape) for t in others))
 
 
 def indices(call: Call, out: Shape) -> Free:
-    """einsum: what the result has, too, goes along; what is summed over, and a diagonal, is needed whole."""
+    """einsum: dimensions in the result are free; summed ones and diagonals are not."""
     terms, result = letters(str(call["equation"]), call.tensors)
     whole = {c for term in (*terms, result) for c in term if term.count(c) > 1}
     return tuple(tuple(result.index(c) if c in result and c not in whole else None for c in term) for term in terms)
 
 
 def sampled(call: Call, out: Shape) -> Free:
-    """grid_sample: the output is as large as the grid, whose last dimension are coordinates."""
+    """grid_sample: the output has the grid's size; the grid's last dimension is coordinates."""
     _, grid = call.tensors
     space = range(2, len(grid.shape))
     return (0, 1, *(None for _ in space)), (0, *space, None)
@@ -141,12 +143,12 @@ FREE: Mapping[str, Row] = (
 
 
 def free_dims(call: Call, out: Shape, *, pointwise: bool) -> Free:
-    """Of a call and its output of that shape; () where none is. pointwise: torch says that it works on elements."""
+    """The free dimensions of a call with this output shape; () if none. pointwise: torch marks it element-wise."""
     row = FREE.get(base_name(call.target)) if call.target.startswith("aten::") else None
     if row is None:
         return elements(call, out) if pointwise else ()
     found = row(call, out)
-    free = tuple(  # extents that differ do not go along
+    free = tuple(  # broadcast dimensions are not free
         tuple(
             to if to is not None and to < len(out) and out[to] == extent else None
             for to, extent in zip(line, t.shape, strict=True)

@@ -1,6 +1,6 @@
-"""Rows of the PyTorch importer's table: elements picked by position. https://numpy.org/doc/stable/user/basics.indexing.html
+"""Rows of the PyTorch importer's table: indexing. https://numpy.org/doc/stable/user/basics.indexing.html
 
-Positions that are constants become slices; those that come from the input, a gather along one dimension.
+Constant positions become slices; positions from the input become a gather along one dimension.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from layerwise.ops.tensor.view import Expand, Select
 def index(call: Call) -> Result:
     """x[:, [0, 2, 4]]: constant indices of a dimension are slices, or rows of a table of parameters.
 
-    Several dimensions at once, where each has its own: x[rows[:, None], columns], as masks are looked up.
+    Several dimensions at once are supported if each has its own: x[rows[:, None], columns], as masks are looked up.
     """
     x, indices = call.operand("self"), call["indices"]
     assert isinstance(indices, tuple)
@@ -39,19 +39,19 @@ def index(call: Call) -> Result:
     if len(used) == len(indexed) == 1:
         return gathered(x, *indexed[0])
     if not indexed or (indexed[-1][1].activation and indexed[0][0] != 0):
-        raise LayerwiseError("index: several dimensions at once are not supported; write it as slices")
+        raise LayerwiseError("index: several dimensions at once are not supported: write it as slices")
     return _one_a_sample(x, *(i for _, i in indexed)) if indexed[-1][1].activation else _grid(x, indexed)
 
 
 def _one_a_sample(x: Operand, *indices: Operand) -> Result:
-    """x[arange(n), positions]: of every sample the element at a position of its own."""
+    """x[arange(n), positions]: one element of every sample, at the sample's own position."""
     samples, *rest = x.shape
     positions = indices[-1]
     rows = indices[0].value
     every = rows is not None and rows.shape[:1] == (samples,) and np.array_equal(rows.ravel(), np.arange(samples))
     fits = len(positions.shape) <= 2 and positions.shape[:1] == (samples,) and positions.spec.dtype != "bool"
     if len(indices) != 2 or not every or not fits or (rows is not None and rows.ndim != len(positions.shape)):
-        raise LayerwiseError("index: positions that are computed from the input are not supported; write it as slices")
+        raise LayerwiseError("index: positions computed from the input are not supported: write it as slices")
     count = positions.shape[1] if len(positions.shape) > 1 else 1
     wide = Built(Expand((samples, count, *rest[1:])), (reshaped(positions, (samples, count, *(1,) * len(rest[1:]))),))
     picked = Built(Gather(1, wraps=True), (x, wide))
@@ -59,7 +59,7 @@ def _one_a_sample(x: Operand, *indices: Operand) -> Result:
 
 
 def _grid(x: Operand, used: Sequence[tuple[int, Operand]]) -> Result:
-    """x at every combination of positions: each index varies along a dimension of the result of its own."""
+    """x at every combination of positions: each index varies along its own dimension of the result."""
     rank = max(len(index.shape) for _, index in used)
     shape = np.broadcast_shapes(*(index.shape for _, index in used))
     along = [[d + rank - len(index.shape) for d, extent in enumerate(index.shape) if extent > 1] for _, index in used]
@@ -67,7 +67,7 @@ def _grid(x: Operand, used: Sequence[tuple[int, Operand]]) -> Result:
     adjacent = dims == list(range(dims[0], dims[0] + len(dims)))
     masks = any(index.spec.dtype == "bool" for _, index in used)
     if masks or not adjacent:
-        raise LayerwiseError("index: several dimensions at once are not supported; write it as slices")
+        raise LayerwiseError("index: several dimensions at once are not supported: write it as slices")
     if any(len(d) > 1 for d in along) or len({d for one in along for d in one}) < sum(map(len, along)):
         return _flat(x, used)
     result: Tensor = x
@@ -76,13 +76,13 @@ def _grid(x: Operand, used: Sequence[tuple[int, Operand]]) -> Result:
         places = places_of(index, extents[dim]).ravel()
         result = joined(runs(result, tuple(extents), dim, places), dim)
         extents[dim] = len(places)
-    moved = sorted(range(len(used)), key=lambda i: along[i] or [0])  # an extent of 1 stands anywhere
+    moved = sorted(range(len(used)), key=lambda i: along[i] or [0])  # a dimension of size 1 fits anywhere
     order = [*range(dims[0]), *(dims[0] + i for i in moved), *range(dims[-1] + 1, len(extents))]
     return reshaped(permuted(result, order), (*extents[: dims[0]], *shape, *extents[dims[-1] + 1 :]))
 
 
 def _flat(x: Operand, used: Sequence[tuple[int, Operand]]) -> Result:
-    """x at constant positions of adjacent dimensions, which are merged for it."""
+    """x at constant positions of adjacent dimensions, which are merged first."""
     first, last = used[0][0], used[-1][0]
     extents = x.shape[first : last + 1]
     places = np.broadcast_arrays(*(places_of(index, extent) for (_, index), extent in zip(used, extents, strict=True)))
@@ -100,11 +100,11 @@ def gather(call: Call) -> Result:
 
 
 def scatter(call: Call) -> Result:
-    """Into zeros, one position of each: classes as vectors. Losses make those of their targets so."""
+    """A scatter into zeros at one position each, as losses turn target classes into vectors."""
     x, index, dim = call.operand("self"), call.operand("index"), axis(call)
     value, source = call.get("value"), call.get("src")
     if call.get("reduce") is not None:
-        raise LayerwiseError("scatter with reduce= is not supported; use scatter_add")
+        raise LayerwiseError("scatter with reduce= is not supported: use scatter_add")
     one = index.shape == (*x.shape[:dim], 1, *x.shape[dim + 1 :])
     if one and isinstance(value, int | float) and x.value is not None and not np.any(x.value):
         return Built(OneHot(dim, x.shape[dim], x.spec.dtype, float(value)), (index,))
@@ -116,15 +116,15 @@ def scatter(call: Call) -> Result:
 def one_hot(call: Call) -> Result:
     x, count = call.operand("self"), call.integer("num_classes")
     if count < 0:
-        raise LayerwiseError("one_hot without num_classes takes as many as the data has; name the number")
+        raise LayerwiseError("one_hot without num_classes depends on data: pass num_classes")
     return Built(OneHot(len(x.shape), count, "int64"), (reshaped(x, (*x.shape, 1)),))
 
 
 def repeat_interleave(call: Call) -> Result:
-    """Every element of a dimension several times, one after the other."""
+    """Every element of a dimension repeated, one after the other."""
     x, times = call.operand("self"), call.get("repeats")
     if not isinstance(times, int):
-        raise LayerwiseError("repeat_interleave with a tensor of repeats is not supported; give a number")
+        raise LayerwiseError("repeat_interleave with a tensor of repeats is not supported: pass a number")
     shape = x.shape if call.get("dim") is not None else (prod(x.shape),)
     dim = axis(call) if call.get("dim") is not None else 0
     apart = reshaped(reshaped(x, shape), (*shape[: dim + 1], 1, *shape[dim + 1 :]))

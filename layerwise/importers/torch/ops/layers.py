@@ -29,17 +29,17 @@ Pads = tuple[tuple[int, int], ...]
 
 
 def stored(call: Call, *names: str) -> tuple[Operand, ...]:
-    """The parameters and buffers of these names that the call has; also such that are computed of others."""
+    """The call's parameters and buffers of these names, including those computed from others."""
     operands = {name: call.operand(name) for name in names if call.get(name) is not None}
     for name, p in operands.items():
         if p.transposed or "n" in p.spec.dims:
-            how = "transposed" if p.transposed else "computed of the samples"
+            how = "transposed" if p.transposed else "computed from the samples"
             raise LayerwiseError(f"{call.target}: its {name} is {how}, which is not supported")
     return tuple(operands.values())
 
 
 def convolution(call: Call) -> Result:
-    """conv1d, conv2d, conv3d, with numbers or "same" and "valid" as padding."""
+    """conv1d, conv2d, conv3d, with numbers, "same" or "valid" as padding."""
     if call.operand("weight").spec.index("n") == 0:
         return _convolution_of_samples(call)
     parameters = stored(call, "weight", "bias")
@@ -59,14 +59,14 @@ def convolution(call: Call) -> Result:
 
 
 def _convolution_of_samples(call: Call) -> Result:
-    """A kernel for every sample, as StyleGAN modulates them: groups of one image, here a matrix product of samples."""
+    """A kernel for every sample, as StyleGAN modulates them: groups of one image, here a batched matrix product."""
     x, weight, groups = call.operand("input"), call.operand("weight"), call.integer("groups")
     rows, channels, *kernel = weight.shape
     pads = _padding(call, tuple(kernel), call.integers("dilation", len(kernel)))
     alike = len(kernel) == 2 and x.shape[0] == 1 and groups == call.batch and all(a == b for a, b in pads)
     if not alike or call.get("bias") is not None:
         raise LayerwiseError(
-            "its weight is computed of the samples, which is supported in 2-D, a group for each sample"
+            "its weight is computed from the samples, which is supported in 2-D only, with a group for each sample"
         )
     numbers = {
         "kernel_size": tuple(kernel),
@@ -83,7 +83,7 @@ def _convolution_of_samples(call: Call) -> Result:
 def _padding(call: Call, kernel: tuple[int, ...], dilation: tuple[int, ...]) -> Pads:
     if call["padding"] == "valid":
         return ((0, 0),) * len(kernel)
-    if call["padding"] == "same":  # the odd one at the end, as in torch.nn.modules.conv
+    if call["padding"] == "same":  # the odd element at the end, as in torch.nn.modules.conv
         totals = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
         return tuple((t // 2, t - t // 2) for t in totals)
     return tuple((p, p) for p in call.integers("padding", len(kernel)))
@@ -130,7 +130,7 @@ def adaptive_pool(mode: Literal["max", "average"], rank: int) -> Build:
 
 
 def _affine(call: Call) -> tuple[Operand, ...]:
-    """Weight and bias, both or neither."""
+    """Weight and bias: both or neither."""
     both = stored(call, "weight", "bias")
     if len(both) == 1:
         raise LayerwiseError(f"{call.target}: a weight without a bias (or a bias without a weight) is not supported")
@@ -138,7 +138,9 @@ def _affine(call: Call) -> tuple[Operand, ...]:
 
 
 def batch_norm(call: Call) -> Result:
-    """Plans are for training: a model that was exported for evaluation normalises by its batch as well."""
+    """Batch norm in training mode: a model exported for evaluation also normalises by its batch, as plans are for
+    training.
+    """
     x = call.operand("input")
     if x.role == "parameter":
         return _first(call, standardised(x, call.number("eps"), call.get("weight"), call.get("bias")))
@@ -178,14 +180,14 @@ def local_response_norm(call: Call) -> Result:
 
 
 def _first(call: Call, made: Tensor) -> Result:
-    """Operators of decomposed programs have statistics as further outputs, which nobody needs."""
+    """The row's result and None for statistics, which decomposed programs return too and nobody reads."""
     return (made, *(None,) * (len(call.outputs) - 1)) if len(call.outputs) > 1 else made
 
 
 def embedding(call: Call) -> Result:
     (weight,) = stored(call, "weight")
     if call.flag("scale_grad_by_freq"):
-        raise LayerwiseError("an embedding with scale_grad_by_freq is not supported: build it without")
+        raise LayerwiseError("an embedding with scale_grad_by_freq is not supported: build it without that")
     padding = call.get("padding_idx")
     skipped = padding if isinstance(padding, int) and padding >= 0 else None
     op = Embedding(weight.shape[0], weight.shape[1], weight.spec.dtype, skipped)
@@ -193,14 +195,14 @@ def embedding(call: Call) -> Result:
 
 
 def embedding_bag(call: Call) -> Result:
-    """The rows of every bag, added or averaged. Bags of one size: the ids are (n, s), seen as one row of numbers."""
+    """The rows of every bag, summed or averaged. Bags must have one size: ids (n, s), viewed as one row of numbers."""
     (weight,) = stored(call, "weight")
     ids, offsets = call.operand("indices"), call.operand("offsets")
     bags = offsets.shape[0] - call.flag("include_last_offset")
     size = ids.shape[0] // bags
     alike = offsets.value is not None and np.array_equal(offsets.value[:bags], np.arange(bags) * size)
     if not alike or ids.shape != (bags * size,):
-        raise LayerwiseError("an embedding bag of bags that differ in size is not supported: give ids (n, s)")
+        raise LayerwiseError("an embedding bag with bags of different sizes is not supported: pass ids (n, s)")
     mode, padding = call.integer("mode"), call.get("padding_idx")
     if mode not in BAGS or (isinstance(padding, int) and padding >= 0) or call.flag("scale_grad_by_freq"):
         raise LayerwiseError(
@@ -216,7 +218,7 @@ def embedding_bag(call: Call) -> Result:
 
 def attention(call: Call) -> Result:
     q, k, v = call.operand("query"), call.operand("key"), call.operand("value")
-    if q.spec.dims[-2] == "n" and len(q.shape) > 3 and q.shape[0] > 1:  # of one sequence, samples may attend to samples
+    if q.spec.dims[-2] == "n" and len(q.shape) > 3 and q.shape[0] > 1:  # in one sequence, samples may attend to samples
         raise attends_along_samples(q.shape[0])
     mask, scale = call.get("attn_mask"), call.get("scale")
     inputs = (q, k, v, mask) if isinstance(mask, Operand) else (q, k, v)
@@ -256,7 +258,7 @@ MODES: dict[str, Literal["constant", "reflect", "replicate", "circular"]] = {
 
 
 def pad(mode: str = "") -> Build:
-    """Without a `mode` the call tells it. torch counts the pads from the last dimension."""
+    """Padding; the call names the mode unless `mode` does. torch counts pads from the last dimension."""
 
     def build(call: Call) -> Result:
         x = call.operand("self")

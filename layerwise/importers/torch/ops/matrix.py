@@ -35,7 +35,7 @@ def matmul(call: Call) -> Result:
 
 
 def addmm(call: Call) -> Result:
-    """beta*self + alpha*(mat1 @ mat2), mat1 and mat2 perhaps stacked."""
+    """beta*self + alpha*(mat1 @ mat2); mat1 and mat2 may be batched."""
     added, x, y = call.tensors
     beta, alpha = call.number("beta"), call.number("alpha")
     if beta == alpha == 1:
@@ -45,7 +45,7 @@ def addmm(call: Call) -> Result:
 
 
 def affine(x: Tensor, weight: Tensor, bias: Argument) -> Built:
-    """x @ weight + bias: a linear layer where weight and bias are parameters."""
+    """x @ weight + bias: a linear layer if weight and bias are parameters."""
     if is_matrix(weight) and isinstance(bias, Operand) and bias.role == "parameter" and bias.shape == weight.shape[1:]:
         return linear_layer(x, weight, bias)
     made = product(x, weight)
@@ -53,7 +53,7 @@ def affine(x: Tensor, weight: Tensor, bias: Argument) -> Built:
 
 
 def weight_norm(call: Call) -> Result:
-    """g * v / |v|, the norm over all dimensions but `dim`, over all where that is -1 (Salimans and Kingma, 2016)."""
+    """g * v / |v|, the norm over all dimensions but `dim`, or over all if dim is -1 (Salimans and Kingma, 2016)."""
     v, g = call.operand("v"), call.operand("g")
     rank, dim = len(v.shape), call.integer("dim")
     kept = None if dim == -1 else wrapped(dim, rank)
@@ -62,7 +62,7 @@ def weight_norm(call: Call) -> Result:
 
 
 def standardised(x: Operand, eps: float, weight: Argument, bias: Argument) -> Tensor:
-    """Weight standardisation (Qiao et al., 2019), which is written as a batch norm (1, c, ...) of parameters."""
+    """Weight standardization (Qiao et al., 2019), which models write as a batch norm (1, c, ...) of parameters."""
     dims = tuple(d for d in range(len(x.shape)) if d != 1)
     away = Built(Binary("sub"), (x, Built(Reduce("mean", dims, True), (x,))))
     variance = Built(Reduce("mean", dims, True), (Built(Unary("square"), (away,)),))
@@ -93,15 +93,15 @@ def reduction(mode: Mode) -> Build:
         if len(call.tensors) > 1:  # max(x, y)
             return binary({"max": "maximum", "min": "minimum"}[mode], *call.tensors)
         if mode == "norm2" and call.number("ord") != 2:
-            raise LayerwiseError(f"a norm of order {call['ord']} is not supported; write it as powers and sums")
+            raise LayerwiseError(f"a norm of order {call['ord']} is not supported: write it as powers and sums")
         made = functions.reduction(mode, x, x.spec, reduced(call, x), call.flag("keepdim"))
-        return (made, None) if len(call.outputs) > 1 else made  # max and min have positions, too
+        return (made, None) if len(call.outputs) > 1 else made  # max and min also return positions
 
     return build
 
 
 def reduced(call: Call, x: Operand) -> tuple[int, ...]:
-    """The dimensions of a reduction; all where none is named."""
+    """The dimensions of a reduction; all if none is named."""
     dims = call.get("dim", ())
     numbers = dims if isinstance(dims, tuple) else (dims,)
     rank = len(x.shape)
@@ -109,7 +109,7 @@ def reduced(call: Call, x: Operand) -> tuple[int, ...]:
 
 
 def variance(call: Call) -> Result:
-    """var and std, written out."""
+    """var and std, as sums of squares."""
     x = call.operand("self")
     dims = reduced(call, x)
     away = Built(Binary("sub"), (x, functions.reduction("mean", x, x.spec, dims, keepdim=True)))
@@ -117,7 +117,7 @@ def variance(call: Call) -> Result:
     count, less = prod(x.shape[d] for d in dims), call.get("correction", call.get("unbiased", 1))
     assert isinstance(less, (int, float))
     if count <= less:
-        raise LayerwiseError(f"the variance of {count} numbers, less {less}, is not defined")
+        raise LayerwiseError(f"the variance of {count} numbers with correction {less} is not defined")
     result = scaled(mean, count / (count - less))
     return Built(Unary("sqrt"), (result,)) if "std" in call.target else result
 
@@ -132,7 +132,7 @@ def cumsum(call: Call) -> Result:
 def argmax(call: Call) -> Result:
     x = call.operand("self")
     if call.get("dim") is None and len(x.shape) > 1:
-        raise LayerwiseError("argmax of all dimensions is not supported; name one")
+        raise LayerwiseError("argmax over all dimensions is not supported: pass dim=")
     return Built(Reduce("argmax", reduced(call, x), call.flag("keepdim")), (x,))
 
 

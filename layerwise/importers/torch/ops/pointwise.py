@@ -31,11 +31,11 @@ def two(fn: str) -> Build:
 
 
 def without(name: str, fn: str) -> Build:
-    """A function that has no argument `name` here."""
+    """A function without support for its argument `name`."""
 
     def build(call: Call) -> Result:
         if call.get(name, 0) != 0:
-            raise LayerwiseError(f"{fn} with {name}={call[name]} is not supported; write it out")
+            raise LayerwiseError(f"{fn} with {name}={call[name]} is not supported: write it out")
         return unary(fn)(call)
 
     return build
@@ -59,11 +59,11 @@ def binary(fn: str, x: Argument | Built, y: Argument | Built) -> Built:
     return pair(Binary(fn), tensor(x), tensor(y))
 
 
-_MASKS = {"bitwise_and": (2.0, 1.0), "bitwise_or": (1.0, 0.0)}  # a mask with False, with True: mask >= number
+_MASKS = {"bitwise_and": (2.0, 1.0), "bitwise_or": (1.0, 0.0)}  # value of a mask for False, for True: mask >= number
 
 
 def _of_mask(fn: str, x: Argument | Built, y: Argument | Built) -> Built | None:
-    """A mask, joined with True or False, as what hides nothing is; None where it is something else."""
+    """A mask combined with True or False, as a comparison; None if x or y is no mask."""
     mask, truth = (y, x) if isinstance(x, bool) else (x, y)
     if fn not in _MASKS or not isinstance(truth, bool) or not isinstance(mask, Operand) or mask.spec.dtype != "bool":
         return None
@@ -71,7 +71,7 @@ def _of_mask(fn: str, x: Argument | Built, y: Argument | Built) -> Built | None:
 
 
 def pair(op: Binary, x: Tensor, y: Tensor) -> Built:
-    """`op` of two tensors, one of which may live in the layer: a parameter, a buffer, a constant."""
+    """`op` of two tensors, one of which may belong to the layer: a parameter, a buffer or a constant."""
     fn, arguments = op.fn, op.arguments
     if isinstance(y, Operand) and lives_in_layer(y) and not (isinstance(x, Operand) and not x.activation):
         return Built(Binary(fn, y.shape, False, y.role == "parameter", arguments), (x,), (y,))
@@ -81,19 +81,19 @@ def pair(op: Binary, x: Tensor, y: Tensor) -> Built:
 
 
 def lives_in_layer(x: Operand) -> bool:
-    """Whether this is a parameter or constant that a layer can hold as it is."""
+    """True for a parameter or constant that a layer can hold unchanged."""
     return not x.activation and not x.transposed and x.spec.index("n") is None
 
 
 def _plain(value: Argument | Built) -> Argument | Built:
-    """A constant of one element without dimensions is a number."""
+    """A constant of one element without dimensions, as a number."""
     if isinstance(value, Operand) and value.role == "constant" and value.shape == () and value.value is not None:
         number = value.value.item()
         return number if isinstance(number, (bool, int, float)) else value
     return value
 
 
-# fn(a, x) as a function of x and a.
+# fn(number, x) as a function of x and the number.
 _SWAPPED = {
     "add": "add", "mul": "mul", "maximum": "maximum", "minimum": "minimum",
     "eq": "eq", "ne": "ne", "lt": "gt", "le": "ge", "gt": "lt", "ge": "le",
@@ -102,14 +102,14 @@ _SWAPPED = {
 
 def _with_scalar(fn: str, number: Number) -> Unary:
     if fn not in REAL | KEEPING | TESTING:
-        raise LayerwiseError(f"{fn.removesuffix('_scalar')} with a number is not supported; give it a tensor")
+        raise LayerwiseError(f"{fn.removesuffix('_scalar')} with a number is not supported: pass a tensor")
     return Unary(fn, (_exact(number),))
 
 
 def _exact(number: Number) -> float:
-    """LayerwiseError for a whole number that no float is."""
+    """The number as a float. Raises LayerwiseError for an integer that no float represents."""
     if float(number) != number and number == number:
-        raise LayerwiseError(f"the number {number} is more than floating-point numbers tell apart; give it as a tensor")
+        raise LayerwiseError(f"the number {number} is too large to be exact in floating point: pass it as a tensor")
     return float(number)
 
 
@@ -140,7 +140,7 @@ def clamp(call: Call) -> Result:
 
 
 def elu(call: Call) -> Result:
-    """An ELU of alpha, scale and input_scale, of which only alpha is in torch.nn.ELU."""
+    """An ELU with alpha, scale and input_scale; torch.nn.ELU has only alpha."""
     x = scaled(call.operand("self"), call.number("input_scale"))
     return scaled(Built(Unary("elu", (call.number("alpha"),)), (x,)), call.number("scale"))
 
@@ -150,7 +150,8 @@ def prelu(call: Call) -> Result:
     if weight.role == "parameter" and not weight.transposed:
         return Built(Prelu(weight.shape[0] if weight.shape else 1), (call.tensors[0],), (weight,))
     x, slopes = call.tensors[0], tensor(weight)
-    if len(weight.shape) == 1 and weight.shape != (1,) and len(x.shape) > 1:  # of the channels, which are dimension 1
+    # one slope a channel, which is dimension 1
+    if len(weight.shape) == 1 and weight.shape != (1,) and len(x.shape) > 1:
         slopes = reshaped(weight, (*weight.shape, *(1,) * (len(x.shape) - 2)))
     return Built(Binary("prelu"), (x, slopes))
 
@@ -165,7 +166,7 @@ def glu(call: Call) -> Result:
 
 
 def dropout(call: Call) -> Result:
-    """Plans are for training: a model that was exported for evaluation drops as well."""
+    """Dropout in training mode: a model exported for evaluation also drops, as plans are for training."""
     x, p = call.tensors[0], call.number("p")
     made = x if p == 0 else Built(Dropout(p, channels=call.target.startswith("aten::feature")), (x,))
     return (made, None) if len(call.outputs) > 1 else made
@@ -194,7 +195,7 @@ def where(call: Call) -> Result:
 
 
 def _inverse(mask: Operand) -> Tensor:
-    """Where the mask is false; of a constant one it is a constant."""
+    """The logical inverse of a mask; a constant's inverse is a constant."""
     if mask.role == "constant":
         return replace(mask, name=f"{mask.name}.not", value=None if mask.value is None else np.logical_not(mask.value))
     return Built(Unary("logical_not"), (mask,))
@@ -223,7 +224,7 @@ TWO = (
     "logical_or", "logical_xor",
 )  # fmt: skip
 
-# What treats every element alike, given only numbers beside its tensor.
+# Operators that treat every element alike, if everything beside their tensor is a number.
 ELEMENTWISE = frozenset(PLAIN) | frozenset(TWO) | {
     "dropout", "div", "rsub", "clamp", "clamp_min", "clamp_max", "gelu", "elu", "celu", "leaky_relu", "hardtanh",
     "hardshrink", "softshrink", "softplus", "threshold", "log_sigmoid",

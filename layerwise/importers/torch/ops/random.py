@@ -12,7 +12,7 @@ from layerwise.tensor import TensorSpec
 
 
 def draw(distribution: Distribution, *arguments: str | float) -> Build:
-    """arguments: of the distribution, numbers or the call's names of them."""
+    """A draw. arguments: the distribution's parameters, as numbers or as the names of the call's arguments."""
 
     def build(call: Call) -> Result:
         _own_generator(call)
@@ -22,7 +22,7 @@ def draw(distribution: Distribution, *arguments: str | float) -> Build:
 
 
 def spec_of(call: Call) -> TensorSpec:
-    """Of the result: labelled as the tensor that it is drawn like, else n where it has a row a sample."""
+    """The spec of a draw's result: labelled like the tensor it is drawn like, else n if it has a row a sample."""
     out = call.outputs[0]
     like = next((x for x in call.tensors if x.activation and x.shape == out.shape), None)
     if like is not None:
@@ -32,7 +32,7 @@ def spec_of(call: Call) -> TensorSpec:
 
 
 def bernoulli(call: Call) -> Result:
-    """1 with the chance `p`, or with the one that the tensor has at each place."""
+    """1 with probability `p`, or with the tensor's probability at each position."""
     _own_generator(call)
     p = call.get("p")
     if isinstance(p, (int, float)):
@@ -45,7 +45,7 @@ def bernoulli(call: Call) -> Result:
 def normal(call: Call) -> Result:
     if any(isinstance(call[name], Operand) for name in ("mean", "std")):
         raise LayerwiseError(
-            "normal numbers with a tensor as mean or std are not supported (PyTorch has no gradient of them either): "
+            "normal numbers with a tensor as mean or std are not supported (PyTorch has no gradient for them either): "
             "write mean + std * torch.randn_like(mean)"
         )
     return draw("normal", "mean", "std")(call)
@@ -57,7 +57,7 @@ def _number(call: Call, argument: str | float) -> float:
 
 def _own_generator(call: Call) -> None:
     if call.get("generator") is not None:
-        raise LayerwiseError("a generator of random numbers of the model's own is not supported: draw without it")
+        raise LayerwiseError("a torch.Generator in the model is not supported: draw without it")
 
 
 def integers(call: Call) -> Result:

@@ -12,17 +12,19 @@ from layerwise.ops.tensor.pointwise import Dropout
 
 
 def recurrent(fn: str) -> Build:
-    """A layer an output; with dropout between its layers, those are layers of their own."""
+    """A layer for each output; with dropout in between, its layers are layers of their own."""
 
     def build(call: Call) -> Result:
         if not call.target.endswith(".input"):
-            raise LayerwiseError("packed sequences are not supported: pad them, and leave the padding out of the loss")
+            raise LayerwiseError("packed sequences are not supported: pad them, and exclude the padding from the loss")
         x = call.operand("input")
         if len(x.shape) != 3:
-            raise LayerwiseError(f"it takes a batch (samples, steps, channels), not one sample of shape {x.shape}")
+            raise LayerwiseError(
+                f"its input must be a batch (samples, steps, channels), not one sample of shape {x.shape}"
+            )
         weights, states = _operands(call, "params"), _operands(call, "hx")
         if any(w.role != "parameter" or w.transposed for w in weights):
-            raise LayerwiseError("its weights are computed in the forward pass; they must be parameters")
+            raise LayerwiseError("its weights are computed in the forward pass, but must be parameters")
         both, layers = call.flag("bidirectional"), call.integer("num_layers")
         dropped = call.number("dropout") if layers > 1 else 0.0
         parts = layers if dropped else 1
@@ -59,7 +61,7 @@ def _operands(call: Call, name: str) -> tuple[Operand, ...]:
 
 
 def _projected(weights: tuple[Operand, ...], *, both: bool, bias: bool, layers: int) -> int:
-    """The width that an LSTM's states are projected to, 0 where they are not."""
+    """The projected size of an LSTM's states, or 0."""
     per = len(weights) // (layers * (2 if both else 1))
     return weights[per - 1].shape[0] if per > (4 if bias else 2) else 0
 

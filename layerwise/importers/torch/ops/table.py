@@ -1,6 +1,6 @@
-"""The PyTorch importer's table: one row an operator of the training IR of torch.export, without its overload.
+"""The PyTorch importer's table: a row for each operator of torch.export's training IR, without its overload.
 
-The rows themselves are with their families: layers, matrices, element-wise operators, views.
+The rows are in their families' files: layers, matrix, pointwise, views, ...
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ TABLE: Table = {
     **LAYERS, **MATRICES, **POINTWISE, **RANDOM, **RECURRENT, **REDUCTIONS, **VIEWS, **INDEXING
 }  # fmt: skip
 
-# Run as they are: of equal largest elements the gradient goes to one, and what reduces them would share it out.
+# Run in PyTorch: among equal maxima one gets the gradient, while a reduction would share it.
 AS_IT_IS = {"aten::max.dim", "aten::min.dim"}
-# Run as they are, too, where a call of them is of a kind that the table does not know.
+# Run in PyTorch too, if a call has a form that the table does not know.
 ELSE_AS_IT_IS = {
     "round", "logit", "special_logit", "einsum", "linalg_vector_norm", "argmax", "index", "gather", "roll", "repeat",
     "index_select", "embedding_bag", "slice_scatter",
 }  # fmt: skip
 
-# Of what the importer rewrites: patterns.
+# Operators that the importer introduces: see patterns.
 OWN: Table = {LOCAL_RESPONSE_NORM: local_response_norm, DROP_PATH: drop_path}
 
-# What takes rows of the last dimension one by one, and the argument that holds them.
+# Operators that treat the rows of the last dimension one by one, and the argument with these rows.
 ROWWISE = {"aten::linear": "input", "aten::addmm": "mat1", "aten::mm": "self", "aten::matmul": "self"}
 
-# What takes operands of several element types to a common one, or to the one that is asked for, and computes in that.
+# Operators that cast operands to a common type, or the one asked for, and compute in it.
 PROMOTING = ELEMENTWISE | {
     "where", "masked_fill", "lerp", "addcmul", "addcdiv", "cat", "concat", "concatenate", "stack", "sum", "mean",
     "prod", "cumsum", "var", "std", "logsumexp", "linalg_vector_norm", "softmax", "_softmax", "log_softmax",
@@ -41,16 +41,16 @@ PROMOTING = ELEMENTWISE | {
     "true_divide", "float_power", "fmax", "fmin", "__and__", "__or__", "__xor__", "clip",
 }  # fmt: skip
 
-# What draws random numbers, also of nothing but constants.
+# Operators that draw random numbers, even from constants only.
 DRAWING = frozenset(RANDOM) | {"dropout", "feature_dropout", "native_dropout"}
 
-# Their result has a shape of its own or of its first argument, and values that no argument decides.
+# Operators whose result has its own shape or its first argument's, and values that no argument decides.
 SHAPED_ONLY = frozenset({
     "new_zeros", "new_ones", "new_full", "new_empty", "zeros_like", "ones_like", "full_like", "empty_like", "arange",
     "zeros", "ones", "full", "empty", "eye", "linspace", "scalar_tensor", "tril_indices", "triu_indices",
 })  # fmt: skip
 
-# Checks at run time, without a result.
+# Run-time checks, without a result.
 CHECKS = ("_assert", "sym_constrain", "_functional_assert", "_print", "_foobar_")
 
 
@@ -61,7 +61,7 @@ def base_name(target: str) -> str:
 
 
 def row(target: str) -> Build | None:
-    """How to build a call of `target`: a user's own row, else the table's."""
+    """The function that builds a call of `target`: a user's own row, else the table's."""
     if (own := lookup(target)) is not None:
         return own
     if target in OWN:

@@ -26,7 +26,7 @@ from layerwise.ops.tensor.view import Select
 
 
 def to_output_shape(call: Call) -> Result:
-    """view, flatten, squeeze, ...: the model tells the shape that comes out."""
+    """view, flatten, squeeze, ...: the model states the output shape."""
     return reshaped(call.tensors[0], call.outputs[0].shape)
 
 
@@ -35,7 +35,7 @@ def expand(call: Call) -> Result:
 
 
 def broadcast(call: Call) -> Result:
-    """All to one shape."""
+    """All tensors broadcast to one shape."""
     return tuple(expanded(x, out.shape, call.batch) for x, out in zip(call.tensors, call.outputs, strict=True))
 
 
@@ -47,8 +47,8 @@ def copy(call: Call) -> Result:
 
 
 def scattered(call: Call) -> Result:
-    """x, but `src` in place of a slice of it, or of a position, which src has no dimension of."""
-    if call.get("src") is None:  # it has no elements
+    """x with `src` in place of a slice of it, or of a position (src then lacks that dimension)."""
+    if call.get("src") is None:  # it is empty
         return call.operand("self")
     x, source, out, dim = call.operand("self"), call.operand("src"), call.outputs[0], axis(call)
     if "index" in call.arguments:
@@ -58,7 +58,7 @@ def scattered(call: Call) -> Result:
         ends = (call.get(name) for name in ("start", "end"))
         start, stop, _ = slice(*(e if isinstance(e, int) else None for e in ends)).indices(x.shape[dim])
         if call.integer("step") != 1:
-            raise LayerwiseError("a slice with a step is written into, which is not split; write it with torch.stack")
+            raise LayerwiseError("writing into a slice with a step is not supported: write it with torch.stack")
         middle = source
     if source.spec.dtype != out.dtype:
         middle = Built(Cast(out.dtype), (middle,))
@@ -74,7 +74,7 @@ def turned(call: Call) -> Result:
 
 
 def order_of(target: str, arguments: Mapping[str, object], rank: int) -> list[int]:
-    """Which dimension of its operand each dimension of a view is, as PyTorch shows it."""
+    """For each dimension of a view, the dimension of its operand, as PyTorch shows it."""
     rest = {name: value for name, value in arguments.items() if name != "self"}
     view = getattr(torch.ops.aten, target.removeprefix("aten::").partition(".")[0])
     return [extent - 2 for extent in view(torch.empty(tuple(range(2, rank + 2)), device="meta"), **rest).shape]
@@ -105,7 +105,7 @@ def unbind(call: Call) -> Result:
 
 
 def split(call: Call) -> Result:
-    """split, chunk, tensor_split: the model tells the extents that come out."""
+    """split, chunk, tensor_split: the model states the output sizes."""
     x, dim = call.tensors[0], axis(call)
     ends = accumulate((out.shape[dim] for out in call.outputs), initial=0)
     return tuple(sliced(x, x.shape, dim, start, stop) for start, stop in pairwise(ends))
@@ -122,11 +122,11 @@ def stack(call: Call) -> Result:
 
 
 def roll(call: Call) -> Result:
-    """The last `shift` positions come first."""
+    """The last `shift` positions first."""
     x = call.operand("self")
     shifts, dims = call.integers("shifts"), call.integers("dims")
     if not dims:
-        raise LayerwiseError("roll: over a flattened tensor is not supported; name the dimensions")
+        raise LayerwiseError("roll over a flattened tensor is not supported: pass dims=")
     result: Tensor = x
     for shift, d in zip(shifts, dims, strict=True):
         dim = wrapped(d, len(x.shape))
@@ -150,9 +150,9 @@ def channel_shuffle(call: Call) -> Result:
 
 
 def same_values(call: Call) -> Result:
-    """contiguous, clone, to: a cast where the element type changes or is asked for, else nothing.
+    """contiguous, clone, to: a cast if the element type changes or is asked for, else nothing.
 
-    What is asked for may be there already: but not under autocast.
+    Under autocast a cast may be needed though the traced type is the same.
     """
     x = call.tensors[0]
     out = call.outputs[0].dtype
@@ -161,7 +161,7 @@ def same_values(call: Call) -> Result:
 
 
 def detach(call: Call) -> Result:
-    """The same numbers, but no gradient goes back."""
+    """The same numbers, without a gradient."""
     x = call.tensors[0]
     return Built(Unary("detach"), (x,)) if x.spec.differentiable else x
 

@@ -1,4 +1,4 @@
-"""How a model is called, by the names of its signature, and how it returns its outputs."""
+"""A model's arguments, by the names of its signature, and the structure of its outputs."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _ANY = Signature([Parameter("inputs", Parameter.VAR_POSITIONAL), Parameter("name
 
 
 def call_of(model: object, example_inputs: object) -> Call:
-    """The call of a model that example inputs stand for: a tensor, a tuple, or a mapping.
+    """The call of a model with example inputs: a tensor, a tuple or a mapping.
 
-    A mapping is arguments by name where the model takes them so, else one argument.
+    A mapping is arguments by name if the model accepts it as such, else one argument.
     """
     if isinstance(example_inputs, Mapping):
         signature = signature_of(model)
@@ -32,26 +32,26 @@ def call_of(model: object, example_inputs: object) -> Call:
         try:
             signature.bind(**named)
         except TypeError as error:
-            some = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)  # which need no argument
+            some = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)  # these need no argument
             one = [p for p in signature.parameters.values() if p.default is p.empty and p.kind not in some]
             if len(one) == 1 and one[0].name not in named and one[0].kind is not Parameter.KEYWORD_ONLY:
                 return (dict(example_inputs),), {}
             raise LayerwiseError(
-                f"example_inputs are named {', '.join(named)}, and {type(model).__name__} takes {signature}: {error}"
+                f"example_inputs are named {', '.join(named)}, but {type(model).__name__} takes {signature}: {error}"
             ) from None
         return (), named
     return (tuple(example_inputs) if isinstance(example_inputs, tuple | list) else (example_inputs,)), {}
 
 
 def signature_of(model: object) -> Signature:
-    """What the model's forward takes; anything, where Python does not tell."""
+    """The signature of the model's forward; one that accepts anything, if Python does not tell."""
     if not isinstance(model, nn.Module):
         return _ANY
     try:
         signature = inspect.signature(model.forward)
     except (TypeError, ValueError):
         return _ANY
-    plain = [  # without what cannot be written to another process
+    plain = [  # without what cannot be sent to another process
         p.replace(annotation=p.empty, default=p.default if p.default is p.empty or _plain(p.default) else ...)
         for p in signature.parameters.values()
     ]
@@ -60,7 +60,9 @@ def signature_of(model: object) -> Signature:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A tensor of a call, by its name in the graph, its shape and element type; or another value, without a name."""
+    """A tensor of a call, with its name in the graph, its shape and element type; or any other
+    value, without a name.
+    """
 
     name: str | None
     value: object
@@ -68,11 +70,11 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """How the model was called when it was traced, with leaves in place of tensors; how it is called ever after."""
+    """How the model was called when it was traced, with leaves in place of tensors, and how later calls must look."""
 
     signature: Signature
     example: Call
-    samples: int  # of the example
+    samples: int  # in the example
     leaves: Mapping[str, Leaf] = field(init=False)  # by path: `labels`, `batch['x']`
 
     def __post_init__(self) -> None:
@@ -82,7 +84,7 @@ class Arguments:
 
     @staticmethod
     def of(model: nn.Module, exported: ExportedProgram, samples: int) -> Arguments:
-        """Those that a module was exported with."""
+        """The arguments that a module was exported with."""
         nodes = {node.name: node for node in exported.graph.nodes if node.op == "placeholder"}
         leaves = []
         for spec in exported.graph_signature.input_specs:
@@ -96,15 +98,15 @@ class Arguments:
 
     @staticmethod
     def of_inputs(names: Iterable[str]) -> Arguments:
-        """Those of a network that has no code: tensors by position."""
+        """The arguments of a network without code: tensors by position."""
         return Arguments(_ANY, (tuple(Leaf(name, None) for name in names), {}), 0)
 
     def named(self, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:
-        """What a call gives, by path, without arguments that are left at their default."""
+        """A call's arguments by path, without those that are left at their default."""
         try:
             bound = self.signature.bind(*inputs, **named).arguments
         except TypeError as error:
-            raise LayerwiseError(f"the model takes {self.signature}: {error}") from None
+            raise LayerwiseError(f"the model's arguments must be {self.signature}: {error}") from None
         known, given = self.signature.parameters, dict[str, Any]()
         for name, value in bound.items():
             if known[name].kind is Parameter.VAR_KEYWORD:
@@ -117,13 +119,13 @@ class Arguments:
         }
 
     def takes(self, name: str) -> bool:
-        """Whether the model itself has an argument of this name."""
+        """True if the model itself has an argument of this name."""
         return name in self.signature.parameters
 
     def tensors(self, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:
         """The tensors of a call, by their names in the graph.
 
-        LayerwiseError where it has other arguments than the example, or another number, text or None among them.
+        Raises LayerwiseError if it has other arguments than the example, or another number, text or None among them.
         """
         given = self.named(inputs, named)
         self.check(
@@ -132,15 +134,16 @@ class Arguments:
         return {leaf.name: given[path] for path, leaf in self.leaves.items() if leaf.name is not None}
 
     def check(self, given: Mapping[str, Any], paths: Iterable[str], *, batch: bool = False) -> None:
-        """LayerwiseError where one of these paths is not in both, or has another number, text or None than the example.
+        """Raises LayerwiseError if a path is missing on one side, or differs from the example in a number, text or
+        None.
 
-        batch: the call has one mapping, perhaps in the place of its items.
+        batch: the call has one mapping, perhaps in place of its items.
         """
         for path in paths:
             if path not in given or path not in self.leaves:
-                what = "missing" if path not in given else "not one of them"
-                calls = "those it is called with, or, for inference, with a function that calls it"
-                remedy = "call it with names, model(**batch)" if batch else f"make it parallel with {calls}"
+                what = "missing" if path not in given else "not among them"
+                calls = "the inputs that you call it with, or, for inference, with a function that calls it"
+                remedy = "call it with names, model(**batch)" if batch else f"parallelize it with {calls}"
                 raise LayerwiseError(
                     f"the model was made parallel for inputs {', '.join(self.leaves)}; {path!r} is {what}: {remedy}"
                 )
@@ -148,12 +151,12 @@ class Arguments:
             if leaf.name is None and not _equal(value, leaf.value):
                 said = "a tensor" if isinstance(value, Tensor) else repr(value)
                 raise LayerwiseError(
-                    f"the model is called with {said} where it was made parallel for {leaf.value!r} ({path!r}): make "
-                    "it parallel with this among its example inputs"
+                    f"the model is called with {said}, but was made parallel for {leaf.value!r} ({path!r}): "
+                    "parallelize it with this among its example inputs"
                 )
 
     def call(self, tensors: Mapping[str, Tensor], samples: int) -> Call:
-        """The example's call with these tensors in it; those that the network does not use are made."""
+        """The example's call with these tensors; those that the network does not use are created."""
 
         def tensor(leaf: Leaf) -> object:
             if leaf.name is None or leaf.name in tensors:
@@ -172,12 +175,12 @@ def _is_default(parameter: Parameter, value: object) -> bool:
 
 
 def _is_empty(value: object) -> bool:
-    """True for a list or dict without items, into which the model may write."""
+    """True for an empty list or dict, which the model may write into."""
     return isinstance(value, list | dict | tuple) and not value
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Whether two numbers, texts or None are the same: True is not 1, and nan is nan."""
+    """True if two numbers, texts or None are the same: True is not 1, and nan is nan."""
     return type(a) is type(b) and bool(a == b or (a != a and b != b))
 
 
@@ -187,20 +190,22 @@ def _plain(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class OutputStructure:
-    """The tree, and its leaves in order: which output each is (None: no tensor), and the value of what is none."""
+    """The structure of the outputs, and its leaves in order: each one's output index (None: no tensor), and other
+    values.
+    """
 
     tree: pytree.TreeSpec
     numbers: tuple[int | None, ...]
     values: tuple[object, ...]
 
     def of(self, outputs: Sequence[Tensor]) -> object:
-        """Returns these outputs in the structure that the model returns."""
+        """Returns these outputs in the model's own structure."""
         pairs = zip(self.numbers, self.values, strict=True)
         return pytree.tree_unflatten([value if i is None else outputs[i] for i, value in pairs], self.tree)
 
 
 def structure_of(exported: ExportedProgram, count: int) -> OutputStructure | None:
-    """The structure of the outputs; None where these are not the graph's `count` (one is returned twice, or stored)."""
+    """The structure of the outputs; None if they are not the graph's `count` (one is returned twice, or stored)."""
     tree = exported.call_spec.out_spec
     names: dict[str, int] = {}
     numbers: list[int | None] = []
@@ -216,5 +221,5 @@ def structure_of(exported: ExportedProgram, count: int) -> OutputStructure | Non
 
 
 def tensors(returned: object) -> tuple[Tensor, ...]:
-    """The tensors in what a model returns, in order."""
+    """The tensors in a model's return value, in order."""
     return tuple(leaf for leaf in pytree.tree_leaves(returned) if isinstance(leaf, torch.Tensor))

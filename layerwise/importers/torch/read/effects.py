@@ -1,4 +1,4 @@
-"""Untraced effects: what a model does in Python or in autograd, which its trace does not show."""
+"""Untraced effects: what a model does in Python or in autograd that its trace does not show."""
 
 from __future__ import annotations
 
@@ -24,42 +24,43 @@ from torch.utils import checkpoint
 from layerwise.errors import LayerwiseError
 from layerwise.importers.torch.read.reached import unchanged
 
-Numbers = Mapping[tuple[str, str], object]  # attributes that are numbers, or lists or dicts of such, by module and name
+# module attributes that are numbers, or lists or dicts of numbers, by module and name
+Numbers = Mapping[tuple[str, str], object]
 
 
 class UntracedEffects(TorchFunctionMode):
-    """A mode, of one thread, that notes effects that depend on more than the values of one step.
+    """A mode, for one thread, that notes effects that depend on more than the values of one step.
 
-    It is on while the model is called, inside of the modes that record the trace: what it does not pass on is not in
-    there. What else a trace does not show is found by running the layers beside the module (`importers.torch.proof`).
+    It is on while the model runs, inside the modes that record the trace, so what it does not pass on is not recorded.
+    Running the layers beside the module finds whatever else a trace does not show (`importers.torch.proof`).
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: dict[str, str] = {}  # a phrase each, with the path of the module that it is in
-        self.called: set[str] = set()  # paths of the modules without modules inside that were called
-        self.written: set[str] = set()  # paths of modules' attributes that were set, or changed inside, such as a list
-        self.inside: list[str] = []  # paths of the modules that are being called, also where one has raised
-        self.numbers: Numbers = {}  # as the last call of the model has left them
-        self._seen: set[object] = set()  # nodes of autograd
+        self.found: dict[str, str] = {}  # a phrase for each effect, with the path of its module
+        self.called: set[str] = set()  # paths of the leaf modules that were called
+        self.written: set[str] = set()  # paths of module attributes that were set or changed, such as a list
+        self.inside: list[str] = []  # paths of the modules under way, even if one has raised
+        self.numbers: Numbers = {}  # as the model's last call has left them
+        self._seen: set[object] = set()  # autograd nodes
         self._thread = get_ident()
 
     @property
     def here(self) -> str:
-        """The path of the innermost module that is being called."""
+        """The path of the innermost module under way."""
         return self.inside[-1] if self.inside else ""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch._C._set_grad_enabled and (inputs := _checkpointed(sys._getframe(1))) is not None:
-            if not any(isinstance(x, Tensor) and x.requires_grad for x in inputs):  # PyTorch warns of it
+            if not any(isinstance(x, Tensor) and x.requires_grad for x in inputs):  # PyTorch warns about it
                 self.found.setdefault("has a reentrant checkpoint, none of whose inputs has a gradient", self.here)
-            return None  # what autograd is turned off for, the backward pass of the checkpoint differentiates
-        # `torch.arange(2, x.dim()).tolist()`, as MONAI's losses have it, is numbers; a trace has none of a tensor.
+            return None  # the checkpoint's backward pass differentiates it, though autograd is off here
+        # `torch.arange(2, x.dim()).tolist()`, as in MONAI's losses, is numbers, but a trace has no numbers of a tensor.
         known: range = getattr(args[0], "layerwise_range", range(0)) if args else range(0)
         if func is Tensor.item and len(known) == 1:
             return known[0]
         if func == Tensor.data.__get__:  # type: ignore[attr-defined]
-            return args[0].detach()  # of which a trace knows what it is
+            return args[0].detach()  # so that the trace knows what it is
         if func == Tensor.data.__set__:  # type: ignore[attr-defined]
             if args[0].shape != args[1].shape or args[0].dtype != args[1].dtype:
                 raise LayerwiseError(f"module {self.here!r} assigns a tensor of another shape or type to .data")
@@ -77,11 +78,11 @@ class UntracedEffects(TorchFunctionMode):
 
     @contextmanager
     def on(self, model: nn.Module) -> Iterator[UntracedEffects]:
-        """Watches what `model` does within it. LayerwiseError where that draws Python's or numpy's random numbers."""
+        """Watches `model` within it. Raises LayerwiseError if that draws Python's or numpy's random numbers."""
         drawn, before, attributes = draws(), numbers(model), _leaves(model)
         self.numbers = before
 
-        def look(*_: object) -> None:  # at once: torch.export puts back what it finds changed
+        def look(*_: object) -> None:  # at once, as torch.export restores what has changed
             self.numbers = numbers(model)
             for path, now in _leaves(model).items():
                 known = attributes.get(path)
@@ -102,8 +103,8 @@ class UntracedEffects(TorchFunctionMode):
             yield self
         if draws() != drawn:
             raise LayerwiseError(
-                "the model draws from Python's or numpy's random numbers in its forward, whose path through the "
-                "network is then another one in every step: draw with torch, and choose with torch.where"
+                "the model draws Python's or numpy's random numbers in its forward, so its path through the network "
+                "may change in every step: draw with torch, and choose with torch.where"
             )
 
     def _start(self, *_: object) -> None:
@@ -125,7 +126,7 @@ class UntracedEffects(TorchFunctionMode):
         self.inside.pop()
 
     def _look(self, value: object) -> None:
-        """Looks for autograd functions in what these tensors are made of, since the last look."""
+        """Looks for autograd functions in the history of these tensors, since the last look."""
         nodes = [x.grad_fn for x in pytree.tree_leaves(value) if isinstance(x, Tensor)]
         while nodes and get_ident() == self._thread:
             node = nodes.pop()
@@ -134,27 +135,27 @@ class UntracedEffects(TorchFunctionMode):
                 nodes += [before for before, _ in node.next_functions]
                 kind = getattr(node, "_forward_cls", None)
                 if kind is not None and not kind.__module__.startswith("torch."):
-                    what = f"has an autograd function, {kind.__qualname__}, with a backward pass of its own"
+                    what = f"has an autograd function, {kind.__qualname__}, with its own backward pass"
                     self.found.setdefault(what, self.here)
 
 
 def _leave_modes(depth: int) -> None:
-    """Leaves modes that are on since there were so many: a call that raises within torch.export is left without hooks.
+    """Leaves the modes entered beyond `depth`: a call that raises within torch.export does not leave its hooks' modes.
 
-    What is on then is torch.export's own, too, as it has left ours in its place.
+    They include torch.export's own, which has left ours in its place.
     """
     while torch._C._len_torch_function_stack() > depth:
         torch._C._pop_torch_function_stack()
 
 
 def hookable(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The modules of a model, by all their paths, that take hooks: those that TorchScript compiled do not."""
+    """The modules of a model, by all their paths, that accept hooks: TorchScript's do not."""
     every = model.named_modules(remove_duplicate=False)
     return [(path, m) for path, m in every if not isinstance(m, torch.jit.ScriptModule)]
 
 
 def _leaves(model: nn.Module) -> dict[str, list[object]]:
-    """Returns what the attributes of a model's modules hold, by path."""
+    """Returns the contents of the attributes of a model's modules, by path."""
     modules = model.named_modules(remove_duplicate=False)
     held = ((path, name, value) for path, m in modules for name, value in vars(m).items())
     return {f"{path}.{name}" if path else name: pytree.tree_leaves(value) for path, name, value in held}
@@ -162,7 +163,7 @@ def _leaves(model: nn.Module) -> dict[str, list[object]]:
 
 @contextmanager
 def noted(model: nn.Module, seen: dict[str, Tensor]) -> Iterator[None]:
-    """Notes what each module inside returns, the first tensor of it, by its path."""
+    """Notes the first tensor that each submodule returns, by its path."""
 
     def note(path: str, _: nn.Module, inputs: object, output: object) -> None:
         first = next((x for x in pytree.tree_leaves(output) if isinstance(x, Tensor)), None)
@@ -180,7 +181,7 @@ _NOTED = {Tensor.register_hook: "registers a hook of a gradient", torch.autograd
 
 
 def _checkpointed(frame: FrameType | None) -> Sequence[object] | None:
-    """The inputs of the reentrant checkpoint that a call comes from, by way of `torch.no_grad`; None: of none."""
+    """The inputs of the reentrant checkpoint that makes a call within `torch.no_grad`; None if there is none."""
     for _ in range(4):
         if frame is not None and frame.f_code is checkpoint.CheckpointFunction.forward.__code__:
             return tuple(frame.f_locals["args"])
@@ -188,11 +189,11 @@ def _checkpointed(frame: FrameType | None) -> Sequence[object] | None:
     return None
 
 
-OF_MODULES = frozenset(vars(nn.Module()))  # such as its mode, and its hooks
+OF_MODULES = frozenset(vars(nn.Module()))  # such as the mode and the hooks
 
 
 def numbers(model: nn.Module) -> Numbers:
-    """The numbers that modules have as attributes, such as counters."""
+    """The numbers in modules' attributes, such as counters."""
     attributes = ((path, name, value) for path, m in model.named_modules() for name, value in vars(m).items())
     return {
         (path, name): copy.copy(value)
@@ -202,7 +203,7 @@ def numbers(model: nn.Module) -> Numbers:
 
 
 def put_back(model: nn.Module, known: Numbers) -> None:
-    """Sets these attributes, those that are lists and dicts in place."""
+    """Restores these attributes; lists and dicts in place."""
     modules = dict(model.named_modules())
     for (path, name), value in known.items():
         now = vars(modules[path]).get(name)
@@ -218,7 +219,7 @@ def put_back(model: nn.Module, known: Numbers) -> None:
 
 @contextmanager
 def as_it_was(module: nn.Module) -> Iterator[None]:
-    """Within it the module may be called: what it reaches, its tensors, random numbers are as before afterwards."""
+    """A context to call the module in: afterwards, all it reaches, its tensors and random states are as before."""
     tensors = [(x, x.detach().clone()) for x in _tensors(module) if not x.is_meta and type(x) is not FakeTensor]
     devices = sorted({x.device.index for x, _ in tensors if x.device.type == "cuda"})
     python, numpy = random.getstate(), np.random.get_state()
@@ -242,12 +243,12 @@ def _tensors(module: nn.Module) -> list[Tensor]:
 
 
 def _both_nan(x: Tensor, y: Tensor) -> bool:
-    """Whether they are equal where they are numbers, and none where the other is none."""
+    """True where both are nan, elementwise equal otherwise."""
     return bool(torch.equal(x.isnan(), y.isnan()) and torch.equal(x.detach().nan_to_num(), y.nan_to_num()))
 
 
 def changed(before: Numbers, after: Numbers) -> tuple[str, ...]:
-    """A phrase for each attribute that has another value afterwards."""
+    """A phrase for each attribute whose value changed."""
     names = (name for (path, name), value in before.items() if after.get((path, name), value) != value)
     return tuple(f"changes its attribute {name!r} in its forward" for name in names)
 
@@ -266,10 +267,10 @@ def draws() -> tuple[object, ...]:
 
 
 def configure(model: nn.Module) -> None:
-    """Sets Hugging Face's models to compute the same in a way that can be traced; `unchanged` puts it back.
+    """Configures Hugging Face's models to compute the same in a way that can be traced; `unchanged` undoes it.
 
-    Keys and values, which generation needs, are no outputs in training; experts take token by token, where they sort
-    the tokens of all samples. https://huggingface.co/docs/transformers/experts_interface
+    The key-value cache, which generation needs, is not an output in training; experts process token by token, where
+    they would sort the tokens of all samples. https://huggingface.co/docs/transformers/experts_interface
     """
     for module in model.modules():
         configuration, choose = (getattr(module, name, None) for name in ("config", "set_experts_implementation"))
@@ -280,5 +281,5 @@ def configure(model: nn.Module) -> None:
 
 
 def uncompiled(model: nn.Module) -> Any:
-    """Returns the module that torch.compile was called of, whose code it would leave alone for ever under a mode."""
+    """Returns the module behind a torch.compile wrapper, which would never recompile after a call under a mode."""
     return getattr(model, "_orig_mod", model)

@@ -1,4 +1,4 @@
-"""Reached: the objects that a model's code can change, found from its modules, and put back as they were."""
+"""Finds the objects that a model's code can change, from its modules, and restores them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-MOST = 100_000  # objects: a model that reaches more has data in its attributes
-CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)  # themselves: what a subclass does is its own
+MOST = 100_000  # objects; a model that reaches more has data in its attributes
+CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)  # exactly these: subclasses may do anything
 LIBRARIES = ("torch", "numpy", "builtins", "layerwise", "collections", "functools", "typing", "abc", "enum", "types")
 
 
@@ -21,9 +21,9 @@ def _of_library(kind: Any) -> bool:
 
 
 def reached(model: nn.Module) -> list[Any]:
-    """Modules, containers, objects, classes, cells of closures and globals that code of the model can write to.
+    """Modules, containers, objects, classes, closure cells and globals that the model's code can write to.
 
-    Of libraries nothing but modules and containers; the globals of a function are the dict of its module.
+    From libraries it includes modules and containers only; a function's globals are the dict of its module.
     """
     found: dict[int, Any] = {}
     left: list[Any] = [model]
@@ -54,7 +54,7 @@ def _may_change(one: Any) -> bool:
 
 
 def _within(one: Any) -> Iterator[Any]:
-    """The objects that one refers to."""
+    """The objects that `one` refers to."""
     if type(one) in CONTAINERS:
         yield from one.values() if isinstance(one, dict) else one
     elif isinstance(one, CellType):
@@ -79,9 +79,9 @@ def _content(cell: CellType) -> list[Any]:
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Within it the model's code may be called: what it can write to has the same content afterwards.
+    """A context to call the model's code in: afterwards, everything that it can write to has the same content.
 
-    Values of tensors are not looked after.
+    Values of tensors are not restored.
     """
     objects = reached(model)
     written = {
@@ -110,7 +110,7 @@ def _copy(one: Any) -> Any:
 
 
 def _put_back(one: Any, content: Any) -> None:
-    """Gives an object its content of before, in place; writes nothing where nothing changed."""
+    """Restores an object's content in place; writes nothing if nothing changed."""
     if isinstance(one, CellType):
         if content and (not _content(one) or one.cell_contents is not content[0]):
             one.cell_contents = content[0]

@@ -216,7 +216,7 @@ def test_losses_are_scaled_and_added(last: Callable[[Tensor, Tensor], Tensor]) -
 def test_nothing_else_is_done_with_losses(last: Callable[[Tensor, Tensor], Tensor]) -> None:
     """The mean of the samples' roots is not the root of their mean."""
     given = torch.randn(3, 4), torch.randint(0, 4, (3,))
-    with pytest.raises(LayerwiseError, match="losses can be scaled and added only"):
+    with pytest.raises(LayerwiseError, match="losses can only be scaled and added"):
         from_torch(Losses(last), given)
 
 

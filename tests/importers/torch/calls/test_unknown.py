@@ -79,8 +79,8 @@ def test_what_remains_is_whole() -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Tensor], object], str]] = {
-    "random": (lambda x: x + torch.poisson(x.exp()), "draws random numbers, which would differ from rank to rank"),
-    "memory": (lambda x: x.as_strided((4, 6), (48, 8)), "depends on how its operand lies in memory"),
+    "random": (lambda x: x + torch.poisson(x.exp()), "draws random numbers, which would differ between ranks"),
+    "memory": (lambda x: x.as_strided((4, 6), (48, 8)), "depends on its operand's memory layout"),
     "shape of values": (lambda x: x[x > 0].sum(), "depends on data"),
 }
 
@@ -140,7 +140,7 @@ def test_buffers_whose_values_the_layers_go_by() -> None:
 
 def test_steps_along_the_samples_are_refused() -> None:
     """PyTorch's default: as a step of the next, a rank's samples would go on from another rank's."""
-    with pytest.raises(LayerwiseError, match="samples are dimension 0 of what the model is called with"):
+    with pytest.raises(LayerwiseError, match="the model's samples, so one sample would be a step"):
         from_torch(nn.GRU(8, 5), (X,))
 
 
@@ -173,7 +173,7 @@ class Attends(nn.Module):
 
 @pytest.mark.parametrize("weights", [True, False])
 def test_positions_along_the_samples_are_refused(weights: bool) -> None:
-    with pytest.raises(LayerwiseError, match="its positions lie along the model's samples, in"):
+    with pytest.raises(LayerwiseError, match="lie along the model's samples"):
         from_torch(Attends(weights=weights), (X,))
 
 

@@ -153,6 +153,6 @@ def test_a_model_that_raises_while_it_is_traced_leaves_no_mode_of_pytorchs() -> 
             return x.view(2, -1, 6).sum(0)  # of 11 samples there are none
 
     before = torch._C._len_torch_function_stack()
-    with pytest.raises(ValueError, match="of several samples together"):
+    with pytest.raises(ValueError, match="combines samples"):
         network_of(Pairs(), (X,), None, "pairs")
     assert torch._C._len_torch_function_stack() == before

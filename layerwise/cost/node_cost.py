@@ -1,0 +1,56 @@
+"""NodeCost: a layer's own costs under many configurations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import reduce
+
+import numpy as np
+
+from layerwise.cost.compute.roofline import ComputeTime
+from layerwise.cost.terms import LAYER_TERMS
+from layerwise.geometry.arrays import Floats, Ints
+
+COMPUTE_PARTS = tuple(part.name for part in fields(ComputeTime))
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCost:
+    """A layer's own costs under C configurations, in seconds."""
+
+    compute: ComputeTime  # without recomputation
+    seconds: Mapping[str, Floats]  # (C,) by term, with recomputation: t_C, t_S, and the collectives inside the layer
+    kinds: tuple[ComputeTime, ...] = ()  # of unequal devices, that of each kind; `compute` is the slowest one's
+
+    @staticmethod
+    def joined(costs: Sequence[NodeCost]) -> NodeCost:
+        """The costs of all configurations, concatenated."""
+        seconds = {name: np.concatenate([cost.seconds[name] for cost in costs]) for name in costs[0].seconds}
+        kinds = tuple(map(_joined, zip(*(cost.kinds for cost in costs), strict=True)))
+        return NodeCost(_joined([cost.compute for cost in costs]), seconds, kinds)
+
+    def on(self, rows: Ints) -> NodeCost:
+        """The costs of these configurations."""
+        compute, *kinds = (
+            ComputeTime(*(getattr(time, name)[rows] for name in COMPUTE_PARTS)) for time in (self.compute, *self.kinds)
+        )
+        return NodeCost(compute, {name: cost[rows] for name, cost in self.seconds.items()}, tuple(kinds))
+
+    def of_kind(self, kind: int) -> ComputeTime:
+        """That of one kind of devices."""
+        return self.kinds[kind] if self.kinds else self.compute
+
+    @property
+    def total(self) -> Floats:
+        """Seconds by configuration, (C,)."""
+        return reduce(np.add, self.seconds.values())
+
+    @property
+    def overlapped(self) -> Floats:
+        """(C,) the part that overlaps the backward pass."""
+        return reduce(np.add, [self.seconds[term.name] for term in LAYER_TERMS if term.overlaps])
+
+
+def _joined(times: Sequence[ComputeTime]) -> ComputeTime:
+    return ComputeTime(*(np.concatenate([getattr(time, name) for time in times]) for name in COMPUTE_PARTS))
