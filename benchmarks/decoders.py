@@ -121,6 +121,12 @@ class Watched(nn.Module):
         with self.live:
             return self.decoder(*inputs, **named)
 
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("decoder"), name)
+
 
 def decoded(name: str) -> tuple[str, ...]:
     """The row of one class. Every rank calls it."""
@@ -150,11 +156,11 @@ def decoded(name: str) -> tuple[str, ...]:
         live = Live([*vae.decoder.parameters(), *vae.decoder.buffers()])
         vae.decoder = Watched(vae.decoder, live)
         video = decode()
-    except LayerwiseError as error:
-        return name, "refused", str(error), "", "", "", f"{time.process_time() - began:.1f}"
+    except LayerwiseError as refusal:
+        return name, "refused", str(refusal), "", "", "", f"{time.process_time() - began:.1f}"
     error = float((video - expected).abs().max() / expected.abs().max())
     split = sum(config.total > 1 for config in run.plan.strategy.values())
-    ways = len(run.calls) if getattr(run, "calls", None) else 1
+    ways = len(getattr(run, "calls", None) or "1")
     peaks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(peaks, live.peak)
     held = run.plan.predicted.get("memory_bytes", 0)

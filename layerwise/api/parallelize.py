@@ -157,7 +157,7 @@ def parallelize(
             raise LayerwiseError(
                 "a function as example_inputs says what every rank feeds: leave io=, plan=, batch= out"
             )
-        calls = recorded(model, example_inputs)
+        calls = recorded(model.eval(), example_inputs)
         io = "boxes" if len(calls) > 1 or calls[0].carried else "free"
         call, calls = calls[-1].call, calls if io == "boxes" else []
         examples = tuple(x for x in pytree.tree_leaves(call) if isinstance(x, torch.Tensor))

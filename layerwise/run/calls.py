@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from zlib import crc32
 
 import torch
@@ -18,7 +18,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.importers.load import Network
 from layerwise.importers.torch.read.arguments import Arguments
-from layerwise.importers.torch.read.calls import Key, key_of, write
+from layerwise.importers.torch.read.calls import Key, Written, key_of, write
 from layerwise.ops.base import Role
 from layerwise.partition.moved import transfer
 from layerwise.partition.place import Each
@@ -68,7 +68,8 @@ class Calls:
         network: without memory. given: its arguments, by path. carried: leaves of what it returns.
         """
         run = self._run
-        assert network.arguments is not None
+        arguments = network.arguments
+        assert arguments is not None
         graph = plan.layers(network.graph.rebatch(plan.batch))
         plan.check(graph, run.comm.size)
         for name, boxes in parameter_boxes(graph, places(graph, plan)).items():
@@ -79,7 +80,7 @@ class Calls:
         inputs = Inputs(network, plan, run.comm, run.runtime_options)
         sizes = tuple(layer.out.shape[1:] for layer in graph.layers if layer.role is Role.INPUT)
         shaped = Shaped(graph, inputs, network.structure, plan, sizes, network)
-        self._ways[key_of(given)] = _Way(shaped, network.arguments, carried)
+        self._ways[key_of(given)] = _Way(shaped, arguments, carried)
 
     def __call__(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Returns what the model does, in full on every rank but for state. LayerwiseError for another call."""
@@ -113,7 +114,7 @@ class Calls:
             else:
                 made = _moved(run.comm, x, owned, (Box.full(spec.shape),) * run.comm.size, f"output {slot}")
             every.append(made)
-        returned, written = structure.of(every)  # type: ignore[misc]
+        returned, written = cast("tuple[Any, Written]", structure.of(every))
         write((inputs, named), written)
         return returned
 

@@ -85,7 +85,8 @@ class Keeps(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.past = Causal(2, 4), None
+        self.first = Causal(2, 4)
+        self.past: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         x, self.past = self.first.on(x, self.past)

@@ -46,7 +46,7 @@ def build_graph(
     graph = importer.graph()
     if not fixed:
         check_samples(graph)
-    return graph, importer.stored()
+    return replace(graph, fixed=fixed), importer.stored()
 
 
 class _Importer:
