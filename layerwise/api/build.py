@@ -70,8 +70,9 @@ class Task:
         if not self.calls:
             return [how(call=self.call)]
         assert isinstance(self.model, nn.Module)
+        calls = self.calls if self.world.size > 1 else self.calls[-1:]  # one rank runs the model as it is written
         with returning_written(self.model):
-            return [how(call=recorded.call) for recorded in self.calls]
+            return [how(call=recorded.call) for recorded in calls]
 
     def _by_layers(self, imported: Network, dtype: torch.dtype, ways: Sequence[Network]) -> Built:
         """LayerwiseError where no plan fits, or the module has what layers would leave out."""
@@ -93,10 +94,11 @@ class Task:
             choice = replace(choice, plan=replace(choice.plan, provenance=facts))
         agreed = parse_plan(world.comm.broadcast_text("" if choice is None else choice.plan.dumps()), "rank 0's plan")
         runtime = replace(runtime, local_batch_norm=uses_local_batch_norm(agreed))
-        kept = list(map(without_memory, ways)) if self.calls else []  # before the model has other parameters
+        several = self.calls if world.size > 1 else ()
+        kept = [without_memory(way) for way, _ in zip(ways, several, strict=False)]  # while its parameters are there
         module = build_module(agreed, imported, world.comm, runtime)
         run = of(module)
-        if self.calls and isinstance(run, LayeredRun):  # on one rank the model runs as it is written
+        if kept and isinstance(run, LayeredRun):
             self._add_ways(run, kept, Planner(graph, world, machine.profile, request), agreed)
         if choice is None:
             return module, ()
