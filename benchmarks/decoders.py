@@ -149,8 +149,8 @@ def decoded(name: str) -> tuple[str, ...]:
     expected = decode()
     began = time.process_time()
     try:
-        options = layerwise.ParallelOptions(profile=slow(), measure_s=0)
-        vae.decoder = layerwise.parallelize(vae.decoder, decode, inference=True, verbose=False, options=options)
+        options = layerwise.ParallelOptions(profile=slow(), measure_s=0, verbose=False)
+        vae.decoder = layerwise.parallelize(vae.decoder, decode, inference=True, options=options)
         seconds = time.process_time() - began
         run = layerwise.of(vae.decoder)
         live = Live([*vae.decoder.parameters(), *vae.decoder.buffers()])

@@ -141,8 +141,12 @@ def _row(name: str, cases: Sequence[Outcome]) -> str:
 def _reason(said: str) -> str:
     """The sentence without the layer's name, its sizes and its remedy."""
     said = re.sub(r"^layer '[^']*'( \(\w+\))?: ", "", said)
-    said = re.sub(r"(, from \(.*?\) to \(.*?\),|, which)? is not supported", "", said.partition("; ")[0])
-    said = re.sub(r" by \(.*?\)|the output of layer .*? of shape \(.*?\), |, and which rows .*", "", said)
+    said = re.sub(
+        r"(, from \(.*?\) to \(.*?\),|, which)? is not supported",
+        "",
+        re.split(r"; |: (?:build|export|pass|use|replace|write)\b|, but layerwise plans", said)[0],
+    )
+    said = re.sub(r" by \(.*?\)|the output of layer .*? of shape \(.*?\), |, but layerwise cannot tell .*", "", said)
     return said.replace("|", "\\|").replace("<", "&lt;")
 
 

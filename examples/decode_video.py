@@ -30,10 +30,8 @@ def main(measure_s: float) -> None:
     expected = decode()
     # One rank alone is faster at so small a decoder; leave `strategy` out at real sizes.
     strategy = {"conv_in": {"h": world}, "up_blocks.*": {"h": world}, "conv_out": {"h": world}} if world > 1 else None
-    options = layerwise.ParallelOptions(measure_s=measure_s)
-    vae.decoder = layerwise.parallelize(
-        vae.decoder, decode, inference=True, strategy=strategy, verbose=False, options=options
-    )
+    options = layerwise.ParallelOptions(measure_s=measure_s, verbose=False)
+    vae.decoder = layerwise.parallelize(vae.decoder, decode, inference=True, strategy=strategy, options=options)
     video = decode()
     if rank == 0:
         split = sum(config.total > 1 for config in vae.decoder.plan.strategy.values())

@@ -49,7 +49,6 @@ class Task:
     request: Request
     runtime: RuntimeOptions
     options: ParallelOptions
-    shared: Sequence[str] | None = None  # inputs that are the same for all samples; None: they are found out
     calls: Sequence[RecordedCall] = ()  # the ways in which it is called; (): by `call` alone
     as_called: bool = False  # with this batch alone
 
@@ -57,7 +56,9 @@ class Task:
         """Returns the module. LayerwiseError where the model cannot be imported, or no plan fits."""
         a_module = isinstance(self.model, nn.Module)
         with without_hooks(self.model) if isinstance(self.model, nn.Module) else nullcontext():
-            shared = self.plan.shared if self.plan is not None and self.shared is None else self.shared
+            shared = self.options.shared
+            if self.plan is not None and shared is None:
+                shared = self.plan.shared
             together = self.options.samples_together or (self.plan is not None and self.plan.together)
             how = partial(network, self.model, batch=self.batch, shared=shared, together=together)
             made, _ = agree(self.world.comm, lambda: (self._imported(partial(how, as_called=self.as_called)), None))
@@ -111,7 +112,7 @@ class Task:
         if imported.shared_found:
             notes.append(
                 f"{', '.join(imported.shared)}: as long as the batch, and yet the same for all samples, as running the "
-                "model on some of them showed; shared= says otherwise"
+                "model on some of them showed; ParallelOptions(shared=...) says otherwise"
             )
         noted = replace(choice, notes=tuple(notes))
         return module, (text(report(noted, world, machine.source)),)
@@ -133,7 +134,7 @@ class Task:
         """Returns the choice whose plan is fastest on these ranks; None on ranks other than 0, as before."""
         comm = self.world.comm
         if self.request.io is not None:
-            raise LayerwiseError("race= feeds each rank samples: leave out io='boxes'")
+            raise LayerwiseError("race= feeds each rank its samples: leave io= out of ParallelOptions")
         choices = alone(comm, lambda: [] if choice is None else contenders(choice, self.options.race))
         plans = agreed_plans(comm, lambda: [c.plan for c in choices or ()])
         runtime = replace(runtime, local_batch_norm=self.request.local_batch_norm)

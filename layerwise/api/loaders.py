@@ -65,7 +65,8 @@ def _check(loader: DataLoader[Any]) -> None:
     if isinstance(getattr(loader.batch_sampler, "sampler", None), DistributedSampler):
         raise LayerwiseError(
             "the loader has a DistributedSampler, which gives each rank its samples already: give parallelize what a "
-            "rank calls the model with, and do not split it; or give both the loader that one device would have"
+            "rank calls the model with, and do not split it; or give both the loader that one device would have (as "
+            "unequal devices need, whose shares are unequal)"
         )
     if type(loader).__iter__ is not DataLoader.__iter__:
         raise LayerwiseError(

@@ -82,13 +82,13 @@ class Planner:
 
         Else its boxes, where the model returns its loss; whole samples of an output are what a loop takes its loss of.
         """
-        dtype, graph = self.request.precision, self.graph
+        dtype, graph, kinds = self.request.precision, self.graph, self.profile.kinds or (self.profile.processor,)
         few = graph.batch < self.world.size
         rows = any(x not in graph.losses and graph[x].out.index("n") is not None for x in graph.layers[-1].inputs)
         return CostOptions(
             io=self.request.io or ("free" if few and rows else "auto"),
             optimizer=self.request.optimizer,
-            dtype=dtype if dtype in self.profile.processor.peak_flops else "float32",
+            dtype=dtype if all(dtype in kind.peak_flops for kind in kinds) else "float32",
             local_batch_norm=self.request.local_batch_norm,
             kind="inference" if self.request.inference else "training",
         )
@@ -151,12 +151,12 @@ class Planner:
         if plan.gpus != size and self.world.group:
             raise LayerwiseError(
                 f"the plan is for {plan.gpus} ranks, and {self.world.group} has {size}: give it a plan for as many, or "
-                "leave plan= out to search for one"
+                "leave strategy= out to search for one"
             )
         if plan.gpus != size:
             raise LayerwiseError(
                 f"the plan is for {plan.gpus} ranks, there {'is' if size == 1 else 'are'} {size}: start the "
-                f"script with torchrun --nproc-per-node {plan.gpus}, or leave plan= out to search for {size}"
+                f"script with torchrun --nproc-per-node {plan.gpus}, or leave strategy= out to search for {size}"
             )
         plan.check(self.graph, size)
         model = CostModel(self.graph, self.devices, replace(self.options, io=plan.io), plan.shares)
@@ -186,8 +186,8 @@ def _fixed(model: CostModel, strategy: Strategy | None, replicas: int = 1) -> di
     if isinstance(strategy, str):
         if strategy not in NAMES:
             raise LayerwiseError(
-                f"unknown strategy {strategy!r}{nearest(strategy, NAMES)}: there are {', '.join(NAMES)}, and "
-                "{layer: {dimension: degree}} for layers by hand"
+                f"unknown strategy {strategy!r}{nearest(strategy, NAMES)}: there are {', '.join(NAMES)}, "
+                "{layer: {dimension: degree}} for layers by hand, and the .json file of a plan"
             )
         return baseline(model, strategy, replicas)
     if not isinstance(strategy, Mapping):
@@ -217,9 +217,7 @@ def _beside(graph: LayerGraph, plan: Plan) -> dict[str, Config]:
 def _over_memory(model: CostModel, best: Candidate) -> LayerwiseError:
     """Returns the error for a strategy of the user's that does not fit."""
     need, have = units(best.price.memory_bytes, "B"), units(model.devices.processor.memory_bytes, "B")
-    instead = (
-        "use more ranks or a smaller batch" if model.devices.count == 1 else "name another with strategy= or plan="
-    )
+    instead = "use more ranks or a smaller batch" if model.devices.count == 1 else "name another strategy="
     return LayerwiseError(
         f"the strategy needs {need} on one of the {model.devices.count} devices, which have {have}: {instead}, {KNOWN}"
     )

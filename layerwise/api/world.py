@@ -68,6 +68,12 @@ def joined() -> Comm | None:
     return _Joined.comms.get(None) if alive else None
 
 
+def ranks_here() -> int:
+    """Returns the number of ranks that torch.distributed has, or torchrun has started."""
+    started = dist.is_available() and dist.is_initialized()
+    return dist.get_world_size() if started else int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def join(
     device: torch.device,
     mesh: DeviceMesh | dist.ProcessGroup | None = None,

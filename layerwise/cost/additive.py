@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from layerwise.cost.model import EdgeName
-from layerwise.geometry.arrays import Floats, Ints
+from layerwise.geometry.arrays import Floats, Ints, Mask
 
 Choice = dict[str, int]  # layer -> index of its variant
 
@@ -28,6 +28,13 @@ class Costs:
         """The cost of one choice."""
         own = sum(float(cost[choice[name]]) for name, cost in self.node.items())
         return own + sum(float(cost[base[u][choice[u]], base[v][choice[v]]]) for (u, v, _), cost in self.edge.items())
+
+    def restrict(self, keep: Mapping[str, Mask], bases: Mapping[str, Ints]) -> Costs:
+        """The costs of the variants that are kept. bases: those that are left of each layer."""
+        return Costs(
+            {name: restricted(name, cost, keep, bases) for name, cost in self.node.items()},
+            {edge: restricted(edge, cost, keep, bases) for edge, cost in self.edge.items()},
+        )
 
     def beside(self, choice: Mapping[str, int], base: Mapping[str, Ints]) -> dict[str, Floats]:
         """(V_l,) for every layer, the cost of each of its variants with its edges, if all other
@@ -58,6 +65,12 @@ class Costs:
                 after = cost[base[u][move.get(u, choice[u])], base[v][move.get(v, choice[v])]]
                 total = total + (after - cost[base[u][choice[u]], base[v][choice[v]]])
         return total
+
+
+def restricted(of: str | EdgeName, table: Floats, keep: Mapping[str, Mask], bases: Mapping[str, Ints]) -> Floats:
+    """A table of a layer, or of an edge, over the variants that are kept, or the bases that are left."""
+    found: Floats = table[keep[of]] if isinstance(of, str) else table[np.ix_(bases[of[0]], bases[of[1]])]
+    return found
 
 
 def edges_of(names: Iterable[str], edges: Iterable[EdgeName]) -> dict[str, list[EdgeName]]:

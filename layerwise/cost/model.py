@@ -177,7 +177,8 @@ class CostModel(Setting):
         """The vectors of weights that unequal devices may get (`cost.unequal`); () for equal devices."""
         if not self.devices.kinds:
             return ()
-        return weight_vectors(self._kinds_s(1), self._kinds_s(self.devices.count), self.devices)
+        parts = min(self.devices.count, self.graph.batch)
+        return weight_vectors(self._kinds_s(1), self._kinds_s(parts), parts, self.devices)
 
     @property
     def ideal_s(self) -> float:
@@ -200,7 +201,13 @@ class CostModel(Setting):
         total, kinds = np.zeros(len(self.devices.kinds)), range(len(self.devices.kinds))
         for layer in self.graph.inner:
             layout, wanted = self.layout(layer, (data_parallel(layer, parts),)), self.graph.flows_back(layer)
-            total += [self._compute_time(layer, layout, wanted, kind).total[0] for kind in kinds]
+            times = [self._compute_time(layer, layout, wanted, kind) for kind in kinds]
+            known = [float(time.measured[0] + time.fitted[0]) > 0 for time in times]
+            if any(known) and not all(known):  # measured of some kinds alone, which says nothing of their proportion
+                of, optimizer = (layer, layout, wanted), self.options.optimizer
+                processors = [self.kind_of_device(kind).processor for kind in kinds]
+                times = [compute_time(*of, processor, self.dtype(layer), optimizer) for processor in processors]
+            total += [time.total[0] for time in times]
         return total
 
     def edge_costs(

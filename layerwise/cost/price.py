@@ -256,11 +256,12 @@ def unmeasured_error(model: CostModel) -> float:
 
 def describe(model: CostModel, shares: Basis) -> str:
     """`t_C (62% of the step time): 97% measured on X (float32, torch 2.13.0), 3% fitted, none analytic.`"""
-    processor, where = model.devices.processor, shares.conditions
+    devices, where = model.devices, shares.conditions
     if where is None:
+        names = " and ".join(kind.processor.name for kind in devices.kinds) or devices.processor.name
         return (
-            f"t_C is not measured but an analytic roofline of {processor.name} at {model.options.dtype} "
-            f"(profile {model.devices.name}; layerwise measure layers makes one of your machine)."
+            f"t_C is not measured but an analytic roofline of {names} at {model.options.dtype} "
+            f"(profile {devices.name}; layerwise measure layers makes one of your machine)."
         )
     parts = [f"{_percent(shares.measured)} measured on {where.device} ({', '.join(_modes(where))})"]
     error = "" if shares.held_out_error is None else f" (median error {shares.held_out_error:.1%} on cells held out)"

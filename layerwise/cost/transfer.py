@@ -23,7 +23,7 @@ from layerwise.cost.collectives import all_gather_s, group_shape, group_shapes, 
 from layerwise.cost.overlaps import Overlaps
 from layerwise.cost.setting import Setting
 from layerwise.geometry.arrays import Floats, Ints, Mask
-from layerwise.machine import Curve, DeviceGraph
+from layerwise.machine import DeviceGraph
 from layerwise.partition.edge import Edge, are_gathers, coincide, driven, needers
 
 CHUNK = 1 << 15  # elements of the largest temporary array: bounds the memory, and stays in the cache
@@ -31,58 +31,25 @@ CHUNK = 1 << 15  # elements of the largest temporary array: bounds the memory, a
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """The traffic of the ports of each level in one direction, for C_u x C_v pairs of configurations."""
+    """The bytes of one direction, for C_u x C_v pairs of configurations."""
 
-    bytes: Floats  # (C_u, C_v, levels) through the busiest port
-    # (C_u, C_v, levels) through it. Where the port is not measured, those of an outer level count as the ratio of the
-    # two levels' alpha.
-    messages: Floats
     total_bytes: Floats  # (C_u, C_v, levels) all that is sent
     received_bytes: Floats  # (C_u, C_v) the most that one device receives
 
 
-def seconds(load: Traffic, graph: DeviceGraph, link_model: str) -> Floats:
-    """(C_u, C_v) time of one direction. `sum`: all bytes over bandwidth (Jia et al.); else the busiest port."""
-    beta = np.array([level.beta_s_per_byte for level in graph.levels])
-    if link_model == "sum":
-        total: Floats = load.total_bytes @ beta
-        return total
-    levels = range(len(graph.levels))
-    times = [_port_time(load.bytes[..., number], load.messages[..., number], number, graph) for number in levels]
-    slowest: Floats = np.max(times, axis=0)
-    return slowest
-
-
-@lru_cache(maxsize=1)  # its bytes and its messages are asked for one after the other
+@lru_cache(maxsize=1)  # both of an edge are asked for one after the other
 def traffic(edge: Edge, graph: DeviceGraph) -> Traffic:
-    """The traffic of moving an edge's tensor in one direction."""
-    pairs, levels = edge.pairs, len(graph.levels)
-    busiest, messages, total = (np.empty((*pairs, levels)) for _ in range(3))
-    received_bytes = np.empty(pairs)
-    everyone = range(graph.count)
-    for rows, received, sent in _sweep(edge, graph, tuple(everyone)):
-        received_bytes[rows] = reduce(np.add, received)[0].max(1) * edge.item_bytes
-        for number, level in enumerate(graph.levels):
-            total[rows, :, number] = received[number][0].sum(1) * edge.item_bytes
-            passing, share = _passing(number, graph), level.devices_per_port
-            loads = [
-                (
-                    _by_port(reduce(np.add, [way[m][0] for m in passing]) * edge.item_bytes, share, everyone),
-                    _by_port(
-                        reduce(np.add, [way[m][1] * _messages(m, number, graph) for m in passing]), share, everyone
-                    ),
-                )
-                for way in (received, sent)
-            ]
-            size, count = (np.concatenate(parts, axis=1) for parts in zip(*loads, strict=True))
-            worst = _port_time(size, count, number, graph).argmax(1)[:, None]
-            busiest[rows, :, number] = np.take_along_axis(size, worst, 1)[:, 0]
-            messages[rows, :, number] = np.take_along_axis(count, worst, 1)[:, 0]
-    return Traffic(busiest, messages, total, received_bytes)
+    """The bytes of moving an edge's tensor in one direction."""
+    total, most = np.empty((*edge.pairs, len(graph.levels))), np.empty(edge.pairs)
+    for rows, received, _ in _sweep(edge, graph, tuple(range(graph.count))):
+        most[rows] = reduce(np.add, received)[0].max(1) * edge.item_bytes
+        for number, level in enumerate(received):
+            total[rows, :, number] = level[0].sum(1) * edge.item_bytes
+    return Traffic(total, most)
 
 
 def port_seconds(edge: Edge, graph: DeviceGraph, watched: tuple[int, ...] | None = None) -> Floats:
-    """(C_u, C_v): `seconds(traffic(...), graph, "port")` alone, for large tables.
+    """(C_u, C_v) seconds of one direction: the busiest port's.
 
     With only some devices `watched` it is a lower bound: the busiest of their ports, by their own part of its load.
     """
@@ -135,36 +102,15 @@ def busiest_device(edge: Edge, graph: DeviceGraph) -> int:
 
 def _ports(way: Sequence[Floats], number: int, graph: DeviceGraph, item_bytes: int, watched: Sequence[int]) -> Floats:
     """(rows, ports, C_v) seconds that the traffic of the watched devices through each port of a level takes."""
-    passing, share = _passing(number, graph), graph.levels[number].devices_per_port
-    if _curve(number, graph) is None:  # additive
+    # A NIC carries what goes beyond the node at every level.
+    passing = [m for m in range(len(graph.levels)) if number in graph.ports_passed(m)]
+    share, curve = graph.levels[number].devices_per_port, None if graph.links is None else graph.links.port(number)
+    if curve is None:  # additive
         beta = item_bytes * graph.levels[number].beta_s_per_byte
         parts = [way[m][0] * beta + way[m][1] * graph.levels[m].alpha_s for m in passing]
         return _by_port(reduce(np.add, parts), share, watched)
-    both = reduce(np.add, [way[m] for m in passing])
-    loads = _by_port(both[0] * item_bytes, share, watched), _by_port(both[1], share, watched)
-    return _port_time(*loads, number, graph)
-
-
-def _port_time(size_bytes: Floats, messages: Floats, number: int, graph: DeviceGraph) -> Floats:
-    """Seconds of ports of a level with these loads."""
-    curve, level = _curve(number, graph), graph.levels[number]
-    if curve is None:
-        return size_bytes * level.beta_s_per_byte + messages * level.alpha_s
-    return curve.ports_seconds(size_bytes, messages)
-
-
-def _messages(m: int, number: int, graph: DeviceGraph) -> float:
-    """How many messages of a port of level `number` one message of level `m` counts as."""
-    return graph.levels[m].alpha_s / graph.levels[number].alpha_s if _curve(number, graph) is None else 1.0
-
-
-def _curve(number: int, graph: DeviceGraph) -> Curve | None:
-    return None if graph.links is None else graph.links.port(number)
-
-
-def _passing(number: int, graph: DeviceGraph) -> list[int]:
-    """Levels whose messages pass the ports of level `number`: a NIC carries those of every level beyond the node."""
-    return [m for m in range(len(graph.levels)) if number in graph.ports_passed(m)]
+    size, messages = reduce(np.add, [way[m] for m in passing])
+    return curve.ports_seconds(_by_port(size * item_bytes, share, watched), _by_port(messages, share, watched))
 
 
 def _sweep(
@@ -208,8 +154,10 @@ def transfer_s(setting: Setting, edge: Edge, directions: int, watched: tuple[int
     of what it sends back, which is priced if it was measured.
     """
     graph, link_model = setting.devices, setting.options.link_model
-    if link_model == "sum":
-        return directions * seconds(traffic(edge, graph), graph, link_model)
+    if link_model == "sum":  # all bytes over bandwidth (Jia et al.)
+        beta = np.array([level.beta_s_per_byte for level in graph.levels])
+        all_s: Floats = directions * (traffic(edge, graph).total_bytes @ beta)
+        return all_s
     travelling = _travelling_s(edge, graph, directions, watched)
     copy_s = 0.0 if setting.measurements is None else sum(setting.measurements.copy_s[:directions])
     if copy_s == 0:

@@ -12,43 +12,42 @@ SIXTEENTHS = (16, 32, 8)  # of which cuts that are halved again and again stay c
 ANOTHER = 0.1  # by how much bandwidths must be in another proportion than speeds to be weights of their own
 
 
-def weight_vectors(whole_s: Floats, part_s: Floats, devices: DeviceGraph) -> tuple[tuple[int, ...], ...]:
+def weight_vectors(whole_s: Floats, part_s: Floats, parts: int, devices: DeviceGraph) -> tuple[tuple[int, ...], ...]:
     """The vectors of weights, one a device each, the one that balances the sum of all layers first.
 
-    whole_s, part_s: (K,) seconds of a step's layers on a device of each kind, for all samples and for 1 / N of them.
+    whole_s, part_s: (K,) seconds of a step's layers on a device of each kind, for all samples and for one of `parts`.
     The others: as near to it in 16ths, whose cuts of 64, 32, 16 positions are at the same place, so that pooling sends
     nothing; and by the bandwidth of memory, where kinds differ in that otherwise than in speed.
     """
     kind_of = np.array(devices.kind_of)
     counts: Ints = np.bincount(kind_of, minlength=len(whole_s)).astype(np.int64)
-    parts = balanced(whole_s, part_s, counts)
+    fair = balanced(whole_s, part_s, parts, counts)
     bandwidth = np.array([kind.processor.memory_bandwidth_bytes_per_s for kind in devices.kinds])
-    found = [_whole(parts)]
+    found = [_whole(fair)]
     for denominator in SIXTEENTHS:
-        rounded = np.maximum(np.rint(parts * denominator), 1).astype(np.int64)
+        rounded = np.maximum(np.rint(fair * denominator), 1).astype(np.int64)
         if rounded[kind_of].sum() == denominator:
             found.append(rounded)
             break
-    if np.ptp(bandwidth / parts) > ANOTHER * (bandwidth / parts).min():
+    if np.ptp(bandwidth / fair) > ANOTHER * (bandwidth / fair).min():
         found.append(_whole(bandwidth))
     vectors = (vector // np.gcd.reduce(vector) for vector in found)
     return tuple(dict.fromkeys(tuple(vector[kind_of].tolist()) for vector in vectors))
 
 
-def balanced(whole_s: Floats, part_s: Floats, counts: Ints) -> Floats:
+def balanced(whole_s: Floats, part_s: Floats, parts: int, counts: Ints) -> Floats:
     """(K,) the part of the work for a device of each kind such that all end together.
 
     Time is a constant plus a term proportional to the part, from two points for each kind. If the constant alone takes
-    longer, parts are proportional to the speeds for all of the work.
+    longer, parts are proportional to the speeds for all of the work, as for one sample.
     """
-    share = 1 / counts.sum()
-    slope = (whole_s - part_s) / (1 - share)
+    slope = (whole_s - part_s) * parts / max(parts - 1, 1)
     fixed = whole_s - slope
     if (slope > 0).all() and (fixed > 0).all():
         end_s = (1 + (counts * fixed / slope).sum()) / (counts / slope).sum()
-        parts: Floats = (end_s - fixed) / slope
-        if (parts > 0).all():
-            return parts
+        fair: Floats = (end_s - fixed) / slope
+        if (fair > 0).all():
+            return fair
     by_speed: Floats = 1 / whole_s / (counts / whole_s).sum()
     return by_speed
 

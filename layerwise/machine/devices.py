@@ -146,6 +146,13 @@ class DeviceGraph:
         return self.processor.memory_bytes - reserved_bytes(self.processor.memory_bytes, self.device_type)
 
     @property
+    def names(self) -> str:
+        """`8 × Tesla P100`; of unequal devices each kind."""
+        kinds = [kind.processor.name for kind in self.kinds] or [self.processor.name]
+        counts = [self.kind_of.count(i) for i in range(len(self.kinds))] or [self.count]
+        return " and ".join(f"{count} × {name}" for count, name in zip(counts, kinds, strict=True))
+
+    @property
     def memory_scale(self) -> Floats | float:
         """(N,) by which bytes of each device count as many of the first one's; 1 of equal devices."""
         if not self.kinds:

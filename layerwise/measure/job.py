@@ -25,7 +25,7 @@ from layerwise.cost.compute.measured import COPY, LAYER, held_out_error, step_na
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer_graph import LayerGraph
-from layerwise.machine import DEFAULT, DeviceGraph, Profile, save
+from layerwise.machine import DEFAULT, DeviceGraph, Profile, catalogue, save
 from layerwise.machine import load as load_profile
 from layerwise.machine.layer_times import CellTime, Conditions, LayerTimes
 from layerwise.measure.bench import Mode
@@ -261,6 +261,8 @@ def base_profile(out: str | None, fallback: str | None, where: Conditions, devic
     """
     if out is not None and Path(out).exists():
         base = load_profile(out)
+        if base.kinds:
+            return on_device(base, device, where)
         others = [times.conditions.device for times in base.layers if times.conditions.device != where.device]
         if others:
             raise LayerwiseError(
@@ -279,8 +281,22 @@ def base_profile(out: str | None, fallback: str | None, where: Conditions, devic
     return on_device(base, device, where)
 
 
+def kind_here(base: Profile, device: str) -> int:
+    """Which of a profile's kinds the device of this name is; LayerwiseError where it is none."""
+    names = [processor.name for processor in base.kinds]
+    row = catalogue.devices().get(catalogue.reported(device) or "", {})
+    found = [name for name in names if name in (device, row.get("name"))]
+    if base.kinds and not found:
+        raise LayerwiseError(f"profile {base.name} has devices of the kinds {', '.join(names)}; this is {device!r}")
+    return names.index(found[0]) if found else 0
+
+
 def on_device(base: Profile, device: torch.device, where: Conditions) -> Profile:
-    """Returns a profile for this device, without times of others."""
+    """Returns a profile for this device, without times of others; with those of its other kinds, if it has several."""
+    if base.kinds:
+        here, kinds = kind_here(base, where.device), list(base.kinds)
+        kinds[here] = replace(kinds[here], name=where.device)
+        return replace(base, kinds=tuple(kinds), processor=kinds[0])
     sources, processor = dict(base.sources), replace(base.processor, name=where.device)
     if device.type == "cuda":
         gpu, source = torch.cuda.get_device_properties(device), f"torch {torch.__version__} on this device"

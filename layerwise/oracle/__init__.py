@@ -1,7 +1,8 @@
-"""The cost of every strategy on a machine, before anyone rents it: `python -m layerwise.oracle MODEL --gpus N`.
+"""Predicts the cost of every strategy on a machine, before anyone rents it: `python -m layerwise.oracle MODEL --gpus
+N`.
 
-`question` asks and `ask` answers; `strategies` has the named ones, `pipeline` the closed form, `limits` what holds
-each back, `report/` what is shown. It knows `search` and `cost`, and nothing of PyTorch.
+`question` asks and `ask` answers; `strategies` has the named ones, `pipeline` the closed form, `limits` what limits
+each, `report/` the output. It knows `search` and `cost`, and nothing of PyTorch.
 """
 
 from layerwise.oracle.ask import Budget, ask, suggest

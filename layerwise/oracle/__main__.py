@@ -37,7 +37,7 @@ from layerwise.plan import MAX_BATCH
 from layerwise.progress import progress_bar
 from layerwise.report.figures import check_plot, save_plot
 
-BATCH = 32  # samples a GPU, where nothing is said
+BATCH = 32  # default samples a GPU
 EPILOG = """examples:
   python -m layerwise.oracle resnet50 --gpus 1..1024 --profile v100
       an epoch of ImageNet under every strategy, and which to take
@@ -73,8 +73,12 @@ def parser() -> argparse.ArgumentParser:
     """The parser of the command's flags."""
     p = Parser(
         prog="layerwise oracle",
-        description="Says how long an epoch takes and how much memory it needs under every\nparallel strategy, "
-        "why, and which to take.",
+        main="--gpus --gpu --link --batch --samples --scaling --strategy --max-memory --max-hours --measured --plot "
+        "--plan",
+        description=(
+            "Predicts the time of an epoch and the memory under every\nparallel strategy, explains them, and suggests "
+            "one."
+        ),
         epilog=EPILOG,
     )
     p.add_argument("model", metavar="MODEL", help=HELP)
@@ -84,33 +88,45 @@ def parser() -> argparse.ArgumentParser:
     )
     profile_arguments(g)
     g = p.add_argument_group("training")
-    g.add_argument("--samples", type=_samples, default=1_281_167, metavar="D", help="of an epoch (default: ImageNet's)")
-    g.add_argument("--scaling", choices=["weak", "strong"], help="batch a GPU, or a step, stays (default: weak)")
+    g.add_argument(
+        "--samples", type=_samples, default=1_281_167, metavar="D", help="samples in an epoch (default: ImageNet's)"
+    )
+    g.add_argument(
+        "--scaling", choices=["weak", "strong"], help="fixed batch a GPU (weak) or a step (strong) (default: weak)"
+    )
     batch = g.add_mutually_exclusive_group()
     batch.add_argument(
         "--batch",
         type=_batch,
         metavar="B",
-        help="samples a GPU (weak: default 32), 0.25 of four GPUs with one; or a step (strong: must be given)",
+        help="samples a GPU (default: 32; 0.25 is one sample on four GPUs), or a step with --scaling strong",
     )
-    batch.add_argument("--samples-per-node", type=count, metavar="B", help="--batch B/GPUs of a node, in one")
-    batch.add_argument("--global-batch", type=count, metavar="B", help="--scaling strong --batch B, in one")
-    step_arguments(g, "as in layerwise search; default: batches come for free, and below one sample a GPU in boxes")
+    batch.add_argument("--global-batch", type=count, metavar="B", help="the same as --scaling strong --batch B")
+    step_arguments(g, "as in layerwise search; default: feeding a batch costs no time; below one sample a GPU, boxes")
     g.add_argument("--local-batch-norm", action="store_true", help="statistics of each device's own samples")
     g = p.add_argument_group("strategies")
     g.add_argument("--strategy", metavar="S,S", help=f"{', '.join(NAMES)} (default: all that suit the model)")
-    g.add_argument("--segments", type=count, metavar="S", help="of a pipelined batch (default: 4 a stage)")
+    g.add_argument("--segments", type=count, metavar="S", help="segments of a pipelined batch (default: 4 a stage)")
     g.add_argument("--group-size", type=count, metavar="G", help="devices a group of df, ds (default: a node's)")
-    g.add_argument("--gather-after", metavar="LAYER", help="the last layer that spatial and ds cut")
-    g.add_argument("--spatial-dims", metavar="h,w", help="what spatial and ds may cut (default: the cheapest of d,h,w)")
+    g.add_argument("--gather-after", metavar="LAYER", help="the last layer that spatial and ds split")
     g.add_argument(
-        "--search-up-to", type=count, default=64, metavar="N", help="GPUs that layerwise is searched for (default: 64)"
+        "--spatial-dims",
+        metavar="h,w",
+        help="dimensions that spatial and ds may split (default: the cheapest of d,h,w)",
+    )
+    g.add_argument(
+        "--search-up-to", type=count, default=64, metavar="N", help="search layerwise for up to N GPUs (default: 64)"
     )
     g = p.add_argument_group("answer")
-    g.add_argument("--max-gpus", type=count, metavar="N", help="suggest with at most so many GPUs")
-    g.add_argument("--max-memory", type=positive, metavar="GIB", help="suggest with at most so much memory a GPU")
+    g.add_argument("--max-gpus", type=count, metavar="N", help="suggest only strategies with at most N GPUs")
     g.add_argument(
-        "--max-hours", type=positive, metavar="H", help="suggest the fewest GPU-hours of those with such an epoch"
+        "--max-memory", type=positive, metavar="GIB", help="suggest only strategies with at most this memory a GPU"
+    )
+    g.add_argument(
+        "--max-hours",
+        type=positive,
+        metavar="H",
+        help="suggest the fewest GPU-hours among strategies with an epoch this short",
     )
     g.add_argument("--measured", metavar="RUNS.json", help="compare with measured runs")
     g.add_argument("--phases", action="store_true", help="phases at every number of GPUs, not the suggested one only")
@@ -123,13 +139,11 @@ def parser() -> argparse.ArgumentParser:
 
 @command(parser)
 def main(args: argparse.Namespace) -> None:
-    """Parses, asks, prints."""
+    """Parses, asks and prints."""
     settle_machine(args)
-    if args.samples_per_node is not None:
-        args.batch = Fraction(args.samples_per_node, args.gpus_per_node or load(args.profile).gpus_per_node)
     if args.global_batch is not None:
         if args.scaling == "weak":
-            raise LayerwiseError("--global-batch is of all GPUs, however many: with --scaling weak give --batch")
+            raise LayerwiseError("--global-batch is for all GPUs together: with --scaling weak, pass --batch instead")
         args.scaling, args.batch = "strong", args.global_batch
     profile = load(args.profile)
     profile.processor.peak(args.dtype)
@@ -162,16 +176,16 @@ def main(args: argparse.Namespace) -> None:
 def _check(args: argparse.Namespace, named: Sequence[str], gpus: Sequence[int]) -> None:
     """Raises LayerwiseError for flags that do not go together, and for files that cannot be written."""
     if args.scaling == "strong" and args.batch is None:
-        raise LayerwiseError("--scaling strong needs --batch B: the samples of a step, which stay the same")
+        raise LayerwiseError("--scaling strong needs --batch B, the fixed number of samples in a step")
     if args.scaling == "strong" and args.batch % 1:
-        raise LayerwiseError("--scaling strong: --batch B is of all GPUs together, and a whole number of samples")
+        raise LayerwiseError("--scaling strong: --batch B is for all GPUs together, and must be an integer")
     batch = (args.batch or BATCH) * (1 if args.scaling == "strong" else max(gpus, default=1))
     if batch > MAX_BATCH:
         raise LayerwiseError(f"--batch: at most {MAX_BATCH:,} samples a step of all GPUs can be planned for")
     if args.plan is not None and (len(named) != 1 or len(gpus) != 1):
-        raise LayerwiseError("--plan writes one plan: name one --strategy and one number of --gpus")
+        raise LayerwiseError("--plan writes a single plan: pass one --strategy and one number of --gpus")
     if args.plot_phases is not None and not gpus:
-        raise LayerwiseError("--plot-phases draws answers: give numbers of --gpus")
+        raise LayerwiseError("--plot-phases draws answers for numbers of GPUs: pass --gpus")
     figures = {"--plot": args.plot, "--plot-phases": args.plot_phases}
     for flag, path in figures.items():
         if path is not None:
@@ -201,7 +215,7 @@ def _question(args: argparse.Namespace, profile: Profile, budget: Budget) -> Que
 def _named(
     text: str | None, flag: str, choices: Sequence[str], joint: str, read: Callable[[str], str] = str
 ) -> tuple[str, ...]:
-    """The names that a flag joins by commas, as `read` reads each, once; none where it is not given."""
+    """The names in a comma-separated flag, each read by `read`, without duplicates; () if the flag is missing."""
     if text is None:
         return ()
     names = tuple(dict.fromkeys(read(part.strip()) for part in text.split(",") if part.strip()))
@@ -217,7 +231,7 @@ def _batch(text: str) -> Fraction:
 
 def _samples(text: str) -> int:
     """Samples of an epoch."""
-    if len(text) > 15:  # else the times of an epoch leave the range of floats
+    if len(text) > 15:  # otherwise the times of an epoch would exceed floats
         raise argparse.ArgumentTypeError(f"{text[:15]}... is not a number of samples below 10^15")
     return count(text)
 

@@ -1,4 +1,4 @@
-"""Asks about every strategy at every number of devices, and about measured runs; and which strategy to take."""
+"""Asks about every strategy at every number of devices, and about measured runs; suggests a strategy."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from layerwise.search.make_plan import make_plan
 class Asked:
     """Answers, by strategy and devices."""
 
-    gpus: tuple[int, ...]  # numbers of devices that were asked about
-    single: Answer  # one device, over which speed-ups are
+    gpus: tuple[int, ...]  # numbers of devices in the question
+    single: Answer  # on one device, the basis of speed-ups
     answers: dict[tuple[str, int], Answer]
-    limits: dict[str, Limit]  # of each strategy, with the batch of the most devices asked about
+    limits: dict[str, Limit]  # of each strategy, with the batch of the most devices
     reasons: dict[tuple[str, int], str]  # why there is no answer
-    notes: tuple[str, ...]  # what was left out and how to get it
+    notes: tuple[str, ...]  # what was left out, and how to get it
 
     def speed_up(self, a: Answer) -> float:
-        """Samples per second over those of one device."""
+        """Samples per second relative to one device."""
         return self.single.epoch_s(1) / a.epoch_s(1)
 
 
@@ -40,7 +40,7 @@ def ask(
 ) -> Asked:
     """The named strategies (default: those that suit the model) at all numbers of devices.
 
-    Where a strategy cannot use a number of them, `reasons` says why. Raises LayerwiseError where none can use any.
+    If a strategy cannot use a number of devices, `reasons` says why. Raises LayerwiseError if none can use any.
     """
     single = oracle.answer("serial", 1)
     names = (tuple(named) or applicable(oracle.question.graph, oracle.node)) if gpus else ()
@@ -52,7 +52,9 @@ def ask(
         if name == names[0]:
             oracle.learn(names, count)
         if name == "layerwise" and count > search_up_to:
-            reasons[name, count] = f"layerwise is searched for up to {search_up_to} GPUs: add --search-up-to {count}"
+            reasons[name, count] = (
+                f"layerwise is searched for up to {search_up_to} GPUs only: add --search-up-to {count}"
+            )
             notes = (
                 f"layerwise: no plan was searched for more than {counted(search_up_to)}; "
                 f"--search-up-to {max(gpus)} does it, and takes minutes.",
@@ -70,7 +72,9 @@ def ask(
 
 
 def compare_with(oracle: Oracle, runs: Sequence[MeasuredRun]) -> list[Compared]:
-    """Projects every measured run at its own batch, groups and segments. Raises LayerwiseError if a strategy cannot."""
+    """Projects every measured run at its own batch, groups and segments. Raises LayerwiseError if a strategy cannot run
+    it.
+    """
     question = oracle.question
 
     @cache
@@ -92,12 +96,12 @@ def compare_with(oracle: Oracle, runs: Sequence[MeasuredRun]) -> list[Compared]:
 def plan_of(
     name: str, profile: str, model: CostModel, answer: Answer, *, input_shape: tuple[int, ...] | None = None
 ) -> Plan:
-    """A strategy's answer as a plan that `layerwise.run` executes. `name`, `profile` and `input_shape` as on the
-    command line. LayerwiseError for a pipeline, which is no plan.
+    """Returns a strategy's answer as a plan that `layerwise.run` executes. `name`, `profile` and `input_shape` are as
+    on the command line. Raises LayerwiseError for a pipeline, which cannot be a plan.
     """
     strategy = answer.projection.strategy
     if answer.strategy is None:
-        raise LayerwiseError(f"{strategy} is not a configuration for every layer, so it cannot be written as a plan")
+        raise LayerwiseError(f"{strategy} is not a configuration of every layer, so it cannot be written as a plan")
     dims = sorted({label for config in answer.strategy.values() for label, _ in config.degrees})
     space = SearchSpace(model.devices.count, tuple(dims))
     bucket_bytes = answer.searched.best.bucket_bytes if answer.searched else best_cap(model, answer.strategy)
@@ -107,31 +111,31 @@ def plan_of(
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The devices and money that may be used; None: no limit."""
+    """The devices and money that may be spent; None: no limit."""
 
     gpus: int | None = None
-    memory_bytes: float | None = None  # of a device, beside what plans may take of it
-    seconds: float | None = None  # of an epoch
+    memory_bytes: float | None = None  # of a device; plans may use less anyway
+    seconds: float | None = None  # for an epoch
 
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """The best answer within the budget and the best of another strategy.
+    """The best answer within the budget, and the best of another strategy.
 
-    With a time budget the best is the one of fewest GPU-seconds an epoch that keeps it, else the fastest.
+    With a time budget the best is the one with the fewest GPU-seconds an epoch within it, else the fastest.
     """
 
     best: Answer | None = None
     runner_up: Answer | None = None
-    margin: float | None = None  # how much more of that the runner-up takes: 0.1 is 10 %; below 0 it takes less
-    why: str = ""  # there is no best one
-    gain: float = 1.0  # how many times as much the best one takes as the least, which is within `error` of it
-    error: float = 0.0  # the model's: the share of an epoch below which a difference says nothing
+    margin: float | None = None  # how much more of that the runner-up takes: 0.1 is 10 %; negative: less
+    why: str = ""  # why there is no best one
+    gain: float = 1.0  # factor by which the best one exceeds the minimum, within `error`
+    error: float = 0.0  # the model's: the fraction of an epoch below which a difference is not significant
 
 
 def suggest(answers: Sequence[Answer], samples: int, budget: Budget) -> Suggestion:
-    """Chooses by samples per second, with overlap. Of what the model's error does not tell from the best, data
-    parallelism is taken, then fewer devices, then the best.
+    """Chooses by samples per second, with overlap. Among answers within the model's error of the best, it prefers data
+    parallelism, then fewer devices, then the best.
     """
 
     def cost(a: Answer) -> float:
@@ -139,12 +143,12 @@ def suggest(answers: Sequence[Answer], samples: int, budget: Budget) -> Suggesti
 
     few = [a for a in answers if _within(a.projection.devices, budget.gpus)]
     if not few:
-        return Suggestion(why=f"no strategy was asked about with at most {budget.gpus} GPUs")
+        return Suggestion(why=f"no strategy in the question uses at most {budget.gpus} GPUs")
     roomy = [a for a in few if a.fits and _within(a.projection.phases.memory_bytes, budget.memory_bytes)]
     if not roomy:
         p = min((a.projection for a in few), key=lambda p: p.phases.memory_bytes)
         need = f"{p.strategy} at {counted(p.devices)}, needs {p.phases.memory_bytes / 2**30:.3g} GiB a device"
-        return Suggestion(why=f"none fits into memory: the least, {need}")
+        return Suggestion(why=f"none fits into memory: the smallest, {need}")
     quick = [a for a in roomy if _within(a.epoch_s(samples), budget.seconds)]
     if not quick:
         fastest = min(roomy, key=lambda a: a.epoch_s(samples))
@@ -163,12 +167,12 @@ def suggest(answers: Sequence[Answer], samples: int, budget: Budget) -> Suggesti
 
 
 def error_between(a: Answer, b: Answer) -> float:
-    """The model's error of two answers: by what their t_C rests on; of pipelines, as if analytic."""
+    """The model's error of two answers, by the basis of their t_C; for pipelines, as if analytic."""
     return max(ANALYTIC_ERROR if one.priced is None else one.priced.error for one in (a, b))
 
 
 def _most(a: Answer) -> float:
-    """The largest error that the answer can have: known without a price of its layers."""
+    """The largest error that the answer can have; it needs no price of its layers."""
     return ANALYTIC_ERROR if a.priced is None else unmeasured_error(a.priced.model)
 
 

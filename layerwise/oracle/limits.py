@@ -1,6 +1,6 @@
 """The limits and bottlenecks of ParaDL's table 6 that apply to a strategy, each with its number.
 
-The paper's memory stalling is its framework's allocator and no matter of a strategy: it is not here.
+The paper's memory stalling is caused by its framework's allocator, not by a strategy, and is not here.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ class Finding:
 
     kind: FindingKind
     name: str
-    value: float  # a share of 1, or a number of times, as `text` says it
-    lost_s: float  # of an iteration; 0 where it costs no time
+    value: float  # a fraction of 1, or a factor, as `text` says
+    lost_s: float  # of an iteration; 0 if it costs no time
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """A network without any parallelism: items, and seconds a sample."""
+    """A network without any parallelism: sizes, and seconds a sample."""
 
-    weights: int  # trainable, biases aside
+    weights: int  # trainable, without biases
     biases: int
     activations: int  # of a sample: inputs and outputs of all layers
     compute_s: float  # of a sample on one device, forward and backward
@@ -64,10 +64,10 @@ def findings(
     staged: Sequence[PipelineStage] = (),
     exposed_s: float | None = None,
 ) -> list[Finding]:
-    """The findings that apply to a projection on `devices`, the costliest first; none on one device.
+    """The findings that apply to a projection on `devices`, most costly first; none on one device.
 
-    staged: a pipeline's stages. exposed_s: of the gradient exchange, what is not hidden beside the backward pass; None
-    where nobody simulated it.
+    staged: a pipeline's stages. exposed_s: the part of the gradient exchange that the backward pass does not hide; None
+    if it was not simulated.
     """
     if projection.devices == 1:
         return []
@@ -87,10 +87,10 @@ def _communication(projection: Projection, devices: DeviceGraph, exposed_s: floa
     lost_s = phases.gradient_s if exposed_s is None else exposed_s
     if name in GRADIENTS and phases.gradient_s:
         share = phases.gradient_s / phases.total_s
-        text = f"gradient exchange is {share:.1%} of an iteration, phase after phase"
+        text = f"gradient exchange is {share:.1%} of an iteration without overlap"
         if exposed_s is not None:
             share = exposed_s / (phases.total_s - phases.gradient_s + exposed_s)
-            text += f"; beside the backward pass, what is left of it is {share:.1%}"
+            text += f"; with overlap, the exposed part is {share:.1%}"
         yield Finding("limit", "gradient exchange", share, lost_s, text)
     layerwise_s = phases.gather_s + phases.reduce_s if name in LAYERWISE else 0.0
     shares: tuple[tuple[FindingKind, str, float, str], ...] = (
@@ -106,7 +106,7 @@ def _communication(projection: Projection, devices: DeviceGraph, exposed_s: floa
     flows = flows_per_port(devices, p2) if name in ("df", "grid") and p1 > 1 else 1.0
     if flows > 1:
         text = f"{p2} gradient exchanges at once: {flows:g} share each network port of a node"
-        saved_s = min(lost_s, phases.gradient_s * (1 - 1 / flows))  # what is hidden costs nothing
+        saved_s = min(lost_s, phases.gradient_s * (1 - 1 / flows))  # hidden time costs nothing
         yield Finding("bottleneck", "network congestion", flows, saved_s, text)
 
 
@@ -130,14 +130,14 @@ def _computation(projection: Projection, sizes: Sizes, staged: Sequence[Pipeline
 
 
 def _memory(projection: Projection, sizes: Sizes, devices: DeviceGraph) -> Iterator[Finding]:
-    """The share of a device's memory that other devices of its group, or of all, hold as well; and too much of it."""
+    """The fraction of a device's memory that other devices of its group, or all, hold as well; and too much of it."""
     name, (p1, p2) = projection.strategy, projection.groups
     weights = 2 * sizes.weights + sizes.biases
     activations = 2 * projection.batch / p1 * sizes.activations
     share, text = 0.0, ""
     if name in LAYERWISE:
         share = activations * (1 - 1 / p2) / (activations + weights / p2)
-        text = f"every device of a group holds whole activations: {share:.1%} of its memory is another's too"
+        text = f"every device of a group holds full activations: {share:.1%} of its memory duplicates another's"
     elif name in GRADIENTS:
         spread = activations / (p2 if name in ("spatial", "ds") else 1)
         share = weights / (weights + spread)
@@ -146,5 +146,5 @@ def _memory(projection: Projection, sizes: Sizes, devices: DeviceGraph) -> Itera
         yield Finding("bottleneck", "memory redundancy", share, 0.0, text)
     used = projection.phases.memory_bytes / devices.usable_bytes
     if used > 1:
-        text = f"needs {used:.2f}× what a plan may take of a device's memory"
+        text = f"needs {used:.2f}× the memory that a plan may use on a device"
         yield Finding("limit", "memory capacity", used, 0.0, text)

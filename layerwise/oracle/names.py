@@ -1,4 +1,4 @@
-"""The names of strategies, which flags and files give and reports show; and how these count GPUs."""
+"""The names of strategies in flags, files and reports; and how reports count GPUs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from layerwise.errors import LayerwiseError, nearest
 
 STRATEGIES = ("serial", "data", "spatial", "filter", "channel", "pipeline", "df", "ds")  # the paper's
 NAMES = (*STRATEGIES, "grid", "layerwise")
-TITLES: Mapping[str, str] = {"df": "data+filter", "ds": "data+spatial"}  # names that are longer in text
+TITLES: Mapping[str, str] = {"df": "data+filter", "ds": "data+spatial"}  # longer names in text
 
 
 def title(name: str) -> str:
@@ -17,10 +17,10 @@ def title(name: str) -> str:
 
 
 def known(text: str) -> str:
-    """A strategy's short name: `df` for `data+filter`, too. Raises LayerwiseError if there is no such strategy."""
+    """A strategy's short name: `df` also for `data+filter`. Raises LayerwiseError if there is no such strategy."""
     name = next((short for short, long in TITLES.items() if long == text), text)
     if name not in NAMES:
-        raise LayerwiseError(f"unknown strategy {name!r}{nearest(name, NAMES)}; there are {', '.join(NAMES)}")
+        raise LayerwiseError(f"unknown strategy {name!r}{nearest(name, NAMES)}: choose from {', '.join(NAMES)}")
     return name
 
 

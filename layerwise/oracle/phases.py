@@ -1,4 +1,4 @@
-"""The third column: a strategy priced by the cost tables that search uses, as phases of an iteration."""
+"""Phases: a strategy priced by the search's cost tables, as phases of an iteration."""
 
 from __future__ import annotations
 
@@ -19,39 +19,39 @@ from layerwise.search.find import best_cap
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """Seconds an iteration by phase, of the slowest device, and bytes of memory of the fullest one."""
+    """Seconds an iteration by phase, on the slowest device, and memory bytes of the fullest one."""
 
     compute_s: float = 0.0  # forward and backward
     update_s: float = 0.0  # the optimizer, and adding up the gradients of a pipeline's segments
     gather_s: float = 0.0  # a layer's own all-gather of activations and their gradients
-    reduce_s: float = 0.0  # and its all-reduce or reduce-scatter of them; batch norm's all-reduces
+    reduce_s: float = 0.0  # a layer's own all-reduce or reduce-scatter of them; batch norm's all-reduces
     halo_s: float = 0.0  # borders of spatial cells
     passing_s: float = 0.0  # activations and gradients from one pipeline stage to the next
     gradient_s: float = 0.0  # all-reduce of the weights' gradients
     memory_bytes: float = 0.0
-    statistics_s: float = 0.0  # batch norm over the whole batch, which is part of `reduce_s`
+    statistics_s: float = 0.0  # batch norm over the full batch, which is part of `reduce_s`
 
     @property
     def communication_s(self) -> float:
-        """All that is sent, in s."""
+        """Seconds of everything that is sent."""
         return self.gather_s + self.reduce_s + self.halo_s + self.passing_s + self.gradient_s
 
     @property
     def computation_s(self) -> float:
-        """All that is computed, in s."""
+        """Seconds of everything that is computed."""
         return self.compute_s + self.update_s
 
     @property
     def total_s(self) -> float:
-        """Seconds an iteration: the phases one after the other."""
+        """Seconds an iteration: the sum of the phases."""
         return self.computation_s + self.communication_s
 
     def times(self, factor: float) -> Phases:
-        """Every time multiplied: by the iterations of an epoch, it is the times of an epoch. Memory stays."""
+        """Every time multiplied, for example by the iterations of an epoch. Memory stays."""
         return replace(self, **{name: factor * getattr(self, name) for name in (*PHASES, "statistics_s")})
 
 
-PHASES: Mapping[str, str] = {  # the times that `total_s` adds up, and what people call them
+PHASES: Mapping[str, str] = {  # the times that `total_s` adds up, and their names in reports
     **{f"{name}_s": name for name in ("compute", "update", "gather", "reduce", "halo", "passing")},
     "gradient_s": "gradients",
 }
@@ -64,7 +64,7 @@ class Projection:
     strategy: str
     devices: int
     groups: tuple[int, int]  # p1 data-parallel groups of p2 devices each
-    segments: int  # of a pipelined batch, else 1
+    segments: int  # in a pipelined batch, else 1
     batch: int  # samples an iteration, of all devices together
     phases: Phases
     limit: Limit  # of the strategy, with this batch
@@ -72,40 +72,40 @@ class Projection:
 
 @dataclass(frozen=True)
 class PricedPhases:
-    """A strategy by the tables."""
+    """A strategy priced by the tables."""
 
     model: CostModel
     shape: Shape
     strategy: Mapping[str, Config]
     phases: Phases
-    overlapped_s: float  # an iteration with gradients travelling beside the backward pass
-    exposed_s: float  # of the gradient exchange, what is left after the backward pass
+    overlapped_s: float  # an iteration with gradient sums beside the backward pass
+    exposed_s: float  # part of the gradient exchange after the backward pass
 
     @cached_property
     def price(self) -> Price:
-        """The price by layer and with its bytes, which phases do not have: made where it is asked for."""
+        """The price by layer, with bytes, which phases lack; computed when it is needed."""
         return price(self.model, self.strategy, memory_bytes=self.phases.memory_bytes)
 
     @cached_property
     def error(self) -> float:
-        """The model's, of its step's time (`cost.price.model_error`)."""
+        """The model's error for its step time (`cost.price.model_error`)."""
         return model_error(self.model, complete(self.model, self.strategy))
 
     @cached_property
     def deviations(self) -> Deviations:
-        """How far an iteration may be off."""
+        """How far an iteration's time may be off."""
         return deviations(self.model, self.strategy, best_cap(self.model, self.strategy))
 
 
 def cheapest(model: CostModel, plans: Sequence[Strategy]) -> int:
-    """The first of the plans with the least step time of equation 1."""
+    """The index of the first plan with the least step time of equation 1."""
     model.learn([complete(model, plan) for plan in plans])
     seconds = [phases_of(model, plan).total_s for plan in plans]
     return seconds.index(min(seconds))
 
 
 def price_plan(model: CostModel, shape: Shape, plan: Strategy, step: Timeline | None = None) -> PricedPhases:
-    """Any strategy, a searched one too. step: its simulated step, where that is known."""
+    """Prices any strategy, also a searched one. step: its simulated step, if known."""
     phases = replace(phases_of(model, plan), memory_bytes=memory_bytes(model, plan))
     step = step or timeline(model, plan, bucket_bytes=best_cap(model, plan))
     return PricedPhases(model, shape, dict(plan), phases, step.total_s, step.exposed_sync_s)
@@ -114,7 +114,8 @@ def price_plan(model: CostModel, shape: Shape, plan: Strategy, step: Timeline | 
 def memory_bytes(model: CostModel, plan: Strategy) -> float:
     """Bytes of the fullest device, as `layerwise.run` uses memory.
 
-    Input and output cost no time with io free; memory has a device's share of the samples, where there is one for each.
+    With io free, inputs and outputs cost no time; memory counts a device's part of the samples, if there is one for
+    each.
     """
 
     def fed() -> CostModel:
@@ -150,17 +151,17 @@ def phases_of(model: CostModel, plan: Strategy) -> Phases:
             adds = times == 2 and is_replicating(model, edge, plan[source], config)
             back_s = seconds / (times + config.recompute) if adds else 0.0
             seconds_of["gather_s"] += seconds - back_s
-            seconds_of["reduce_s"] += back_s  # its adjoint adds what came back
+            seconds_of["reduce_s"] += back_s  # its adjoint adds up what comes back
     return Phases(**seconds_of)
 
 
 def is_halo(source: Config, target: Config) -> bool:
-    """True if two layers are cut alike in space: then neighbours exchange borders only."""
+    """True if two layers are split alike in space, so that neighbours exchange borders only."""
     cut = [(label, degree) for label, degree in target.degrees if label in SPATIAL]
     return bool(cut) and source.total == target.total and all(source[label] == degree for label, degree in cut)
 
 
 def is_replicating(model: CostModel, name: EdgeName, source: Config, target: Config) -> bool:
-    """True if an edge takes elements to several devices each (an all-gather), so that its adjoint has to add."""
+    """True if an edge sends elements to several devices each (an all-gather), so that its adjoint must add up."""
     edge = model.edge(name, (source,), (target,))
     return bool(edge.needed_volume[0] > edge.volume)

@@ -1,4 +1,4 @@
-"""Pipeline parallelism (GPipe): contiguous stages balanced by the cost tables, and what an iteration of them costs."""
+"""Pipeline parallelism (GPipe): contiguous stages balanced by the cost tables, and the cost of an iteration."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from layerwise.oracle.phases import Phases
 
 @dataclass(frozen=True, slots=True)
 class PipelineStage:
-    """Neighbouring layers on one device; seconds and bytes are one segment's, if nothing else is said."""
+    """Neighbouring layers on one device; seconds and bytes are one segment's, unless noted."""
 
     layers: tuple[str, ...]
     forward_s: float
     backward_s: float
-    update_s: float  # of the whole batch, once
-    memory_bytes: float  # of the whole batch, whose segments it holds
-    passed_bytes: float  # what the next stages need of this one and of those before it
-    accumulate_s: float = 0.0  # of every segment but the first: adding its gradients to the sum so far
+    update_s: float  # of the full batch, once
+    memory_bytes: float  # of the full batch, whose segments it holds
+    passed_bytes: float  # what later stages need of this one and of earlier ones
+    accumulate_s: float = 0.0  # for every segment but the first: adding its gradients to the sum so far
 
 
 def pipeline_stages(
     model: CostModel, count: int, segments: int, cuts: Sequence[int] | None = None
 ) -> tuple[PipelineStage, ...]:
-    """The layers as `count` contiguous stages, the slowest of which is as fast as can be; or those that `cuts` makes.
+    """The layers as `count` contiguous stages such that the slowest is as fast as possible; or the stages of `cuts`.
 
-    model: the whole batch; a segment has a `segments`-th of its samples, rounded up. The gradients of several segments
-    are added up, which is a step of plain SGD to them, and divided by the number of segments, two thirds of one.
+    model: for the full batch; a segment has one part in `segments` of its samples, rounded up. Adding up the gradients
+    of several segments costs a step of plain SGD; dividing by the number of segments, two thirds of one.
     """
     graph = model.graph
     level = replace(model.devices.levels[0], devices=1, devices_per_port=1)
@@ -52,7 +52,7 @@ def pipeline_stages(
         adding_s[layer.name] = float(plain.node_cost(segment, (Config(),)).compute.update[0]) if segments > 1 else 0.0
     names = [layer.name for layer in graph.inner]
     ends = [layer.name for layer in graph.layers if layer.end and layer.inputs]  # the loss, on the last stage
-    fed = [layer.name for layer in graph.layers if layer.end and not layer.inputs]  # the batch, on the first one
+    fed = [layer.name for layer in graph.layers if layer.end and not layer.inputs]  # the batch, on the first stage
     if cuts is None:
         more = (segments - 1) / segments
         rows = ((times[name], adding_s[name]) for name in names)
@@ -90,7 +90,8 @@ def cuts_of(staged: Sequence[PipelineStage]) -> list[int]:
 
 
 def balanced(costs: Sequence[float], parts: int) -> list[int]:
-    """The cuts of a row into `parts` non-empty runs of which the dearest is as cheap as can be: 0, ..., len(costs).
+    """The cuts of a row into `parts` non-empty runs whose most expensive one is as cheap as possible: 0, ...,
+    len(costs).
 
     Dynamic programming over (runs, end): exact.
     """
@@ -105,7 +106,7 @@ def balanced(costs: Sequence[float], parts: int) -> list[int]:
                 if dearest < row[end]:
                     row[end], start[end] = dearest, first
                 if total[end] - total[first] > row[end]:
-                    break  # longer last runs are dearer still
+                    break  # longer last runs cost even more
         best = row
         starts.append(start)
     cuts = [len(costs)]
@@ -115,7 +116,7 @@ def balanced(costs: Sequence[float], parts: int) -> list[int]:
 
 
 def crossing_bytes(graph: LayerGraph) -> dict[str, float]:
-    """Bytes of all tensors made up to a layer and used after it, by layer: what a cut behind it passes on."""
+    """For each layer, bytes of all tensors computed up to it and used after it: what a cut behind it passes on."""
     order = {layer.name: i for i, layer in enumerate(graph.layers)}
     last = {name: max((order[user] for user in users), default=-1) for name, users in graph.consumers().items()}
     fed = {layer.name for layer in graph.layers if layer.end}
@@ -130,7 +131,7 @@ def crossing_bytes(graph: LayerGraph) -> dict[str, float]:
 def pipeline_phases(staged: Sequence[PipelineStage], segments: int, devices: DeviceGraph) -> Phases:
     """GPipe: S segments through p stages take p + S - 1 turns of the slowest stage, and p + S - 2 passings each way.
 
-    On the longest way through all stages and segments every turn back but the first may add to gradients.
+    On the longest path through stages and segments, every backward turn but the first may add to gradients.
     """
     turns = len(staged) + segments - 1
     passing_s = max(_passing_s(staged, devices), default=0.0)
@@ -144,10 +145,10 @@ def pipeline_phases(staged: Sequence[PipelineStage], segments: int, devices: Dev
 
 
 def pipelined_s(staged: Sequence[PipelineStage], segments: int, devices: DeviceGraph) -> float:
-    """An iteration of GPipe simulated: no longer than the sum of the phases.
+    """The seconds of a simulated GPipe iteration, at most the sum of the phases.
 
-    Every stage takes its segments one after the other, forward and then backward, each as soon as what it needs is
-    ready; what it passes on travels beside its next segments, one message after the other.
+    Every stage processes its segments one after the other, forward and then backward, each as soon as its input is
+    ready; its output is sent beside its next segments, one message after the other.
     """
     passing_s = [0.0, *_passing_s(staged, devices), 0.0]  # before and behind every stage
     ready, forward_s, end_s = [0.0] * segments, [], 0.0
@@ -165,9 +166,9 @@ def pipelined_s(staged: Sequence[PipelineStage], segments: int, devices: DeviceG
 def _through(
     clock: float, each_s: float, further_s: float, arrivals: Sequence[float], passing_s: float
 ) -> tuple[float, list[float]]:
-    """When a stage is through with all segments, and when the next one has what they pass on.
+    """When a stage has finished all segments, and when the next one has their outputs.
 
-    further_s: what a segment takes beside each_s, but for the first.
+    further_s: additional time of every segment but the first.
     """
     port, passed = 0.0, []
     for number, ready in enumerate(arrivals):
@@ -178,7 +179,7 @@ def _through(
 
 
 def _passing_s(staged: Sequence[PipelineStage], devices: DeviceGraph) -> list[float]:
-    """Seconds of the message of a segment from each stage to the next, as measured where it was."""
+    """Seconds of a segment's message from each stage to the next, as measured if it was."""
     result = []
     for device, stage in enumerate(staged[:-1]):
         level = devices.level_between(device, device + 1)
@@ -192,6 +193,6 @@ def _passing_s(staged: Sequence[PipelineStage], devices: DeviceGraph) -> list[fl
 
 
 def imbalance(staged: Sequence[PipelineStage]) -> float:
-    """The excess of the slowest stage over the mean: 0 is perfect."""
+    """How much longer the slowest stage takes than the mean: 0 is perfect."""
     times = [s.forward_s + s.backward_s for s in staged]
     return max(times) / (sum(times) / len(times)) - 1

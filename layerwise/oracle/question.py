@@ -32,34 +32,34 @@ class Question:
 
     graph: LayerGraph  # fused, at any batch
     profile: Profile
-    batch: int | Fraction  # samples a device (weak scaling), which may be a part of one, or a step (strong scaling)
-    scaling: Scaling = "weak"  # the batch of a step grows with the devices; strong: it stays
+    batch: int | Fraction  # samples a device (weak scaling; may be below 1), or a step (strong scaling)
+    scaling: Scaling = "weak"  # weak: the batch of a step grows with the devices; strong: it is fixed
     gpus_per_node: int | None = None
-    segments: int | None = None  # of a pipelined batch, at most; None: four a stage, which hides the bubble (GPipe)
+    segments: int | None = None  # maximum in a pipelined batch; None: four a stage, which hides the bubble (GPipe)
     wishes: Wishes = field(default_factory=Wishes)
     options: CostOptions = field(default_factory=CostOptions)
-    memory_limit_bytes: float | None = None  # of a device, for plans that are searched; at most what a plan may take
+    memory_limit_bytes: float | None = None  # of a device, for searched plans; at most what a plan may use
 
     def batch_at(self, devices: int) -> int:
-        """Samples a step of all devices together, at least one."""
+        """Samples in a step of all devices together, at least one."""
         return ceil(self.batch * devices if self.scaling == "weak" else self.batch)
 
     def check_batch(self, devices: int) -> None:
-        """UnreachableError where so many devices together would have no whole number of samples."""
+        """Raises UnreachableError if this many devices would not have an integer number of samples."""
         if self.scaling == "weak" and (self.batch * devices) % 1:
             few = (
                 f"{float(self.batch):g} samples a GPU on {devices} of them are {float(self.batch * devices):g} samples"
             )
-            raise UnreachableError(f"{few}, no whole number")
+            raise UnreachableError(f"{few}, which is not an integer")
 
     def segments_at(self, devices: int) -> int:
-        """Segments of a pipeline of so many stages."""
+        """Segments of a pipeline with this many stages."""
         wanted = self.segments or (4 * devices if devices > 1 else 1)
         return min(wanted, self.batch_at(devices))
 
 
 def batch_of(question: Question) -> str:
-    """`32 samples a GPU`: what stays the same, however many devices there are."""
+    """`32 samples a GPU`: the fixed batch, independent of the number of devices."""
     return f"{float(question.batch):,g} samples {'a GPU' if question.scaling == 'weak' else 'a step'}"
 
 
@@ -68,21 +68,21 @@ class Answer:
     """The cost of a strategy on a number of devices."""
 
     projection: Projection
-    overlapped_s: float  # an iteration, gradients beside the backward pass; the phases' sum where nothing is simulated
-    fits: bool  # within what a plan may take of a device's memory, as layerwise.run uses it
-    shape: Shape | None = None  # how the devices are used, where there is a choice
-    priced: PricedPhases | None = None  # where it is a strategy of configurations
+    overlapped_s: float  # an iteration, gradients beside the backward pass; the phases' sum if it was not simulated
+    fits: bool  # whether it fits into what a plan may use of a device's memory, as layerwise.run uses it
+    shape: Shape | None = None  # how the devices are used, if there is a choice
+    priced: PricedPhases | None = None  # if it is a strategy of configurations
     stages: tuple[PipelineStage, ...] = ()
     searched: SearchResult | None = None
 
     @property
     def strategy(self) -> Mapping[str, Config] | None:
-        """The configuration of every layer."""
+        """The configuration of every layer, or None."""
         return None if self.priced is None else self.priced.strategy
 
     @property
     def kind(self) -> str:
-        """The name that the same strategy has elsewhere: one device is serial, and a search may find a named one."""
+        """The usual name of the same strategy: one device is serial, and a search may find a named strategy."""
         if self.projection.devices == 1:
             return "serial"
         if self.projection.strategy == "grid" and self.projection.groups[1] == 1:
@@ -96,20 +96,20 @@ class Answer:
 
 
 class Oracle:
-    """Answers questions about one model on one machine; models and prices are made once for each p."""
+    """Answers questions about one model on one machine; models and prices are computed once for each p."""
 
     def __init__(self, question: Question) -> None:
         self.question = question
         self._models: dict[int, CostModel] = {}
-        self._groups: dict[tuple[int, int], CostModel] = {}  # of one group alone, by its devices and batch
+        self._groups: dict[tuple[int, int], CostModel] = {}  # for single groups, by their devices and batch
         self._priced: dict[tuple[str, int], PricedPhases] = {}
 
     def model(self, devices: int) -> CostModel:
-        """The cost model of so many devices at their batch."""
+        """The cost model for this many devices at their batch."""
         if devices not in self._models:
             q, options = self.question, self.question.options
             graph = q.graph.rebatch(q.batch_at(devices))
-            if options.io == "auto" and graph.batch >= devices:  # of inputs and outputs the time is not counted
+            if options.io == "auto" and graph.batch >= devices:  # feeding and returning samples costs no time
                 options = replace(options, io="free")
             self._models[devices] = CostModel(graph, q.profile.device_graph(devices, q.gpus_per_node), options)
         return self._models[devices]
@@ -121,7 +121,7 @@ class Oracle:
 
     @cached_property
     def usable_bytes(self) -> float:
-        """Bytes that a plan may take of a device's memory, as `layerwise search` has it."""
+        """Bytes that a plan may use of a device's memory, as in `layerwise search`."""
         return self.model(1).devices.usable_bytes
 
     @cached_property
@@ -130,20 +130,20 @@ class Oracle:
         return sizes_of(self.model(1).graph, self.answer("serial", 1).projection.phases.compute_s)
 
     def limit(self, name: str, devices: int) -> Limit:
-        """The most devices that a strategy can use, with the batch that `devices` have."""
+        """The most devices that a strategy can use, with the batch of `devices`."""
         return limit(self.model(devices).graph, name, self.node, self.question.wishes)
 
     def shapes(self, name: str, devices: int) -> list[Shape]:
-        """The ways in which a strategy can use so many devices. Raises UnreachableError."""
+        """The ways in which a strategy can use this many devices. Raises UnreachableError."""
         return shapes(self.model(devices).graph, name, devices, self.node, self.question.wishes)
 
     def answer(self, name: str, devices: int) -> Answer:
-        """The answer of the cost tables; of a pipeline, that of a simulation of stages that they price.
+        """The answer of the cost tables; for a pipeline, that of a simulation of stages that they price.
 
-        Raises UnreachableError where the strategy cannot use so many devices.
+        Raises UnreachableError if the strategy cannot use this many devices.
         """
         model, q = self.model(devices), self.question
-        if name != "serial":  # of which speed-ups are over a sample's time
+        if name != "serial":  # its time of a sample is the basis of speed-ups
             q.check_batch(devices)
         if name == "pipeline":
             (shape,), segments = self.shapes(name, devices), q.segments_at(devices)
@@ -153,7 +153,7 @@ class Oracle:
             return self._answer(name, shape, phases, step_s, segments, stages=stages)
         found: SearchResult | None = None
         if name == "layerwise":
-            # With statistics, gradients and memory as every other strategy has them.
+            # with statistics, gradients and memory like every other strategy
             space = SearchSpace(devices, spread=model.devices.nodes > 1)
             limit_bytes = min(q.memory_limit_bytes or self.usable_bytes, self.usable_bytes)
             found = search(model, space, memory_limit_bytes=limit_bytes)
@@ -174,9 +174,9 @@ class Oracle:
         return Answer(projection, overlapped_s, phases.memory_bytes <= self.usable_bytes, shape, **origin)
 
     def learn(self, names: Sequence[str], devices: int) -> None:
-        """Prices these strategies together, before `answer` is asked for each: that is faster.
+        """Prices these strategies together, which is faster than one after the other in `answer`.
 
-        Only those that the tables price, and that can use so many devices.
+        Only those that the tables price, and that can use this many devices.
         """
         model, plans = self.model(devices), dict[str, tuple[Shape, dict[str, Config]]]()
         for name in names:
@@ -187,10 +187,10 @@ class Oracle:
         self._priced |= {(name, devices): price_plan(model, *plan) for name, plan in plans.items()}
 
     def _plan(self, name: str, devices: int) -> tuple[Shape, dict[str, Config]]:
-        """The cheapest of a strategy's shapes by the tables, and every layer's configuration.
+        """The cheapest of a strategy's shapes by the tables, with every layer's configuration.
 
-        What groups exchange is the same for all their grids, so that one group is priced by itself where it is in a
-        node; process grids differ in all.
+        The exchange between groups is the same for all their grids, so a single group is priced if it is in a node;
+        process grids differ in everything.
         """
         model, found = self.model(devices), self.shapes(name, devices)
         best, groups, inside = found[0], found[0].groups, found[0].inside
@@ -202,7 +202,7 @@ class Oracle:
         return best, strategy(model.graph, name, best)
 
     def _group(self, model: CostModel, groups: int, inside: int) -> CostModel:
-        """Returns the cost model of one group by itself, in a node, which groups of any number of devices share."""
+        """Returns the cost model of a single group in a node, shared by groups on any number of devices."""
         batch = max(1, model.graph.batch // groups)
         if (inside, batch) not in self._groups:
             level = replace(model.devices.levels[0], devices=inside, devices_per_port=1)
@@ -211,7 +211,7 @@ class Oracle:
         return self._groups[inside, batch]
 
     def findings(self, answer: Answer) -> list[Finding]:
-        """The limits and bottlenecks of an answer, the costliest first; none of a searched plan."""
+        """The limits and bottlenecks of an answer, most costly first; none for a searched plan."""
         p = answer.projection
         if p.strategy == "layerwise":
             return []

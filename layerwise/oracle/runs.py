@@ -1,6 +1,6 @@
-"""Measured runs beside their projections: accuracy as the paper defines it, and runs that are out of line.
+"""Measured runs and their projections: accuracy as the paper defines it, and abnormal runs.
 
-The command's help says what is in a file of them.
+The command's help describes the file format.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from layerwise.oracle.question import Answer
 from layerwise.plan import MAX_BATCH
 
 FENCE = 1.5  # Tukey, Exploratory Data Analysis (1977): outliers are beyond the quartiles by 1.5 times their distance
-MUCH = 1.1  # ... and above the median by a tenth: equal times have no spread, and each beyond them is no outlier
-SHARE = 0.05  # of a run's iterations: so many outliers are worth a word
+MUCH = 1.1  # and 10 % above the median: with equal times, every deviation would be an outlier
+SHARE = 0.05  # of a run's iterations: this many outliers deserve a note
 FOR = {"inside": ("df", "ds"), "segments": ("pipeline",)}  # fields that only some strategies have
 MOST = {"gpus": MAX_GPUS, "batch": MAX_BATCH, "samples": 10**15, "inside": MAX_GPUS, "segments": MAX_BATCH}
-SECONDS = 1e-12, 1e12  # of what can have been measured; beyond, ratios leave the range of floats
-ENOUGH = 4  # measurements that have quartiles
+SECONDS = 1e-12, 1e12  # the range of possible measurements; beyond it, ratios exceed floats
+ENOUGH = 4  # measurements needed for quartiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +35,11 @@ class MeasuredRun:
     strategy: str
     gpus: int
     batch: int
-    iteration_s: float  # the median, where several iterations were measured
+    iteration_s: float  # the median, if several iterations were measured
     inside: int | None = None
     segments: int | None = None
-    iterations: int = 1  # that were measured
-    slow: int = 0  # how many of these are outliers
+    iterations: int = 1  # number measured
+    slow: int = 0  # number of outliers among them
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Compared:
     run: MeasuredRun
     answer: Answer
     projected_s: float  # with overlap
-    abnormal: str = ""  # why it is out of line
+    abnormal: str = ""  # why it is abnormal
 
     @property
     def accuracy(self) -> float:
@@ -58,12 +58,12 @@ class Compared:
 
 
 def accuracy(projected_s: float, measured_s: float) -> float:
-    """The paper's: 1 - |projected - measured| / measured. Negative where the projection is more than twice too long."""
+    """The paper's accuracy: 1 - |projected - measured| / measured. Negative if the projection is over twice as long."""
     return 1 - abs(projected_s - measured_s) / measured_s
 
 
 def read_runs(path: str | os.PathLike[str]) -> list[MeasuredRun]:
-    """The runs of a file. LayerwiseError names the run and the field that is missing or wrong."""
+    """The runs in a file. Raises LayerwiseError that names the run and the missing or wrong field."""
     document = Field(f"measured file {os.fspath(path)!r}", "", read_json(path, "measured file"))
     runs = document if isinstance(document.value, list) else document.members(("runs",))["runs"]
     return [_run(run) for run in runs.items()]
@@ -104,7 +104,7 @@ def _seconds(field: Field) -> float:
 
 
 def _fence(values: Sequence[float]) -> float:
-    """Above it, a value is an outlier; infinity for fewer values than have quartiles."""
+    """The value above which others are outliers; infinity for too few values."""
     if len(values) < ENOUGH:
         return math.inf
     first, _, third = statistics.quantiles(values, n=4, method="inclusive")
@@ -112,9 +112,10 @@ def _fence(values: Sequence[float]) -> float:
 
 
 def compare(pairs: Sequence[tuple[MeasuredRun, Answer]]) -> list[Compared]:
-    """Runs, each beside its projection; abnormal ones are slower against it than the other runs of their strategy are.
+    """Runs with their projections; a run is abnormal if it is slower, relative to its projection, than others of its
+    strategy.
 
-    That is what congestion by others does: the projection knows of the training's own traffic only.
+    Congestion by others has that effect: the projection knows only the training's own traffic.
     """
     ratios = [(run.strategy, run.iteration_s / answer.overlapped_s) for run, answer in pairs]
     result = []
@@ -122,7 +123,7 @@ def compare(pairs: Sequence[tuple[MeasuredRun, Answer]]) -> list[Compared]:
         usual, notes = [other for strategy, other in ratios if strategy == name], []
         if ratio > _fence(usual):
             median = statistics.median(usual)
-            notes.append(f"{ratio:.2f}× its projection, where runs of {name} take {median:.2f}×: congestion?")
+            notes.append(f"{ratio:.2f}× its projection, while other runs of {name} take {median:.2f}×: congestion?")
         if run.slow > SHARE * run.iterations:
             notes.append(f"{run.slow} of {run.iterations} iterations are outliers")
         result.append(Compared(run, answer, answer.overlapped_s, "; ".join(notes)))
@@ -130,7 +131,7 @@ def compare(pairs: Sequence[tuple[MeasuredRun, Answer]]) -> list[Compared]:
 
 
 def mean_accuracy(compared: Sequence[Compared]) -> dict[str, float]:
-    """The mean accuracy of each strategy's runs, abnormal ones included."""
+    """The mean accuracy of each strategy's runs, including abnormal ones."""
     accuracies: dict[str, list[float]] = {}
     for c in compared:
         accuracies.setdefault(c.run.strategy, []).append(c.accuracy)

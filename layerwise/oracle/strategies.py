@@ -1,9 +1,9 @@
-"""The paper's strategies as ordinary strategies: a configuration for every layer, which search prices and `run` runs.
+"""The paper's strategies as ordinary ones: a configuration of every layer, which search prices and `run` executes.
 
 Placement is the paper's: data parallelism across nodes, the other dimension inside. Cells are laid out with samples
-outermost, so p1 groups of p2 devices are p1 runs of neighbours. Where the paper computes redundantly on every device
-of a group (all that follows a spatial strategy's gather, channel's first layer), ours computes on the group's first
-device: the same time, and a gradient that nobody has to exchange.
+outermost, so p1 groups of p2 devices are p1 runs of neighbours. Where the paper computes redundantly on every device of
+a group (everything after a spatial strategy's gather, channel's first layer), this computes on the group's first
+device: in the same time, with a gradient that need not be exchanged.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from layerwise.oracle.names import NAMES
 from layerwise.search.baselines import ProcessGrid, grid_configs, grids, mlp_layers
 
 SPATIAL = ("d", "h", "w", "l")
-CUT = {"filter": "c", "channel": "k", "df": "c"}  # the dimension of weights that a strategy's groups cut
+CUT = {"filter": "c", "channel": "k", "df": "c"}  # the weights' dimension that a strategy's groups split
 HYBRID = ("df", "ds")
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The way in which a strategy uses its devices."""
+    """How a strategy uses its devices."""
 
-    groups: int  # data-parallel ones
-    inside: int  # devices of each
-    grid: tuple[tuple[str, int], ...] = ()  # the degrees of a spatial cut inside a group
-    gather_after: str | None = None  # the last layer that is cut so
+    groups: int  # data-parallel groups
+    inside: int  # devices in each
+    grid: tuple[tuple[str, int], ...] = ()  # the degrees of a spatial split inside a group
+    gather_after: str | None = None  # the last layer with this split
 
     @property
     def devices(self) -> int:
@@ -43,9 +43,9 @@ class Shape:
 class Wishes:
     """The choices that the user fixes."""
 
-    inside: int | None = None  # devices a group of a hybrid
-    gather_after: str | None = None  # the last layer that a spatial strategy cuts
-    dims: tuple[str, ...] = SPATIAL  # that it may cut
+    inside: int | None = None  # devices in a group of a hybrid
+    gather_after: str | None = None  # the last layer that a spatial strategy splits
+    dims: tuple[str, ...] = SPATIAL  # dimensions that it may split
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +57,13 @@ class Limit:
 
 
 class UnreachableError(LayerwiseError):
-    """A strategy cannot use so many devices; the message says the limit and what sets it."""
+    """A strategy cannot use this many devices; the message gives the limit and its cause."""
 
 
 def weighted(graph: LayerGraph, label: str = "c") -> list[Layer]:
-    """Convolutions, linear layers and what else multiplies by a matrix of weights that is cut along `label`.
+    """Convolutions, linear layers and others that multiply by a weight matrix that can be split along `label`.
 
-    Along k, the input channels, the first layer is not cut, as in the paper.
+    Along k, the input channels, the first layer is not split, as in the paper.
     """
     mains = ((layer, layer.stages[0].space.parameters) for layer in graph.inner)
     heavy = [layer for layer, parameters in mains if any(len(p.shape) > 1 and p.trainable for p in parameters)]
@@ -71,26 +71,26 @@ def weighted(graph: LayerGraph, label: str = "c") -> list[Layer]:
 
 
 def positions(layer: Layer, dims: Sequence[str] = SPATIAL) -> int:
-    """W·H·D: into how many devices' shares a layer's output can be cut in space."""
+    """W·H·D: the number of parts into which a layer's output can be split in space."""
     return prod(layer.space.max_degree(label) for label in dims)
 
 
 def gather_layer(graph: LayerGraph, node: int, wanted: str | None = None) -> str | None:
-    """The last layer that a spatial strategy cuts; None: there is none.
+    """The last layer that a spatial strategy splits, or None.
 
     By default the last one before the positions fall below the devices of a node (in ResNet and VGG the end of the
     convolutions, as in the paper).
     """
     names = [layer.name for layer in graph.inner]
     if wanted is not None and wanted not in names:
-        raise LayerwiseError(f"--gather-after {wanted!r}: the model has no such layer{nearest(wanted, names)}")
+        raise LayerwiseError(f"--gather-after {wanted!r}: the model has no layer of this name{nearest(wanted, names)}")
     before = takewhile(lambda layer: not 1 < positions(layer) < node, graph.inner)
     wide = [layer.name for layer in before if positions(layer) >= max(node, 2)]
     return wanted or (wide[-1] if wide else None)
 
 
 def spatial_layers(graph: LayerGraph, last: str | None) -> list[Layer]:
-    """The layers with positions, up to `last`; none without it."""
+    """The layers with positions, up to `last`; () without it."""
     names = [layer.name for layer in graph.inner]
     until = 0 if last is None else names.index(last) + 1
     return [layer for layer in graph.inner[:until] if positions(layer) > 1]
@@ -117,7 +117,7 @@ def limit(graph: LayerGraph, name: str, node: int, wishes: Wishes | None = None)
 
 
 def _inside_limit(graph: LayerGraph, name: str, node: int, wishes: Wishes) -> Limit:
-    """The most devices inside a group: the layer that can be cut into the fewest parts sets it."""
+    """The most devices inside a group: the layer with the fewest possible parts decides."""
     dims, parts = wishes.dims, "positions"
     if name in CUT:
         layers, dims = weighted(graph, CUT[name]), (CUT[name],)
@@ -125,14 +125,14 @@ def _inside_limit(graph: LayerGraph, name: str, node: int, wishes: Wishes) -> Li
     else:
         layers = spatial_layers(graph, gather_layer(graph, node, wishes.gather_after))
     if not layers:
-        return Limit(1, f"no layer has {'weights' if name in CUT else 'positions'} to cut")
+        return Limit(1, f"no layer has {'weights' if name in CUT else 'positions'} to split")
     least = min(layers, key=lambda layer: positions(layer, dims))
     sizes = " × ".join(str(most) for d in dims if (most := least.space.max_degree(d)) > 1) or "1"
     return Limit(positions(least, dims), f"layer {least.name!r} with {sizes} {parts}")
 
 
 def applicable(graph: LayerGraph, node: int) -> tuple[str, ...]:
-    """The strategies that mean anything for a model: no spatial ones for one without positions."""
+    """The strategies that make sense for a model: no spatial ones without positions."""
     without = set[str]()
     try:
         mlp_layers(graph)
@@ -148,7 +148,7 @@ def applicable(graph: LayerGraph, node: int) -> tuple[str, ...]:
 def shapes(graph: LayerGraph, name: str, devices: int, node: int, wishes: Wishes | None = None) -> list[Shape]:
     """The ways to use `devices` devices in nodes of `node`: one shape, or one for each spatial or process grid.
 
-    Raises UnreachableError, with the limit and what sets it.
+    Raises UnreachableError, with the limit and its cause.
     """
     wishes = wishes or Wishes()
     most = limit(graph, name, node, wishes)
@@ -169,12 +169,12 @@ def shapes(graph: LayerGraph, name: str, devices: int, node: int, wishes: Wishes
 
 
 def _group_size(graph: LayerGraph, name: str, devices: int, node: int, wishes: Wishes) -> int:
-    """Devices a group: as many as a node has, or the next smaller number that goes."""
+    """Devices in a group: as many as a node has, or the next smaller possible number."""
     most = _inside_limit(graph, name, node, wishes)
     if wishes.inside is None:
         sizes = [g for g in range(2, min(node, most.devices, devices // 2) + 1) if devices % g == 0]
     elif devices % wishes.inside:
-        raise UnreachableError(f"{name}: {devices} devices are no whole number of groups of {wishes.inside}")
+        raise UnreachableError(f"{name}: {devices} devices cannot be divided into groups of {wishes.inside}")
     elif wishes.inside > most.devices:
         raise UnreachableError(
             f"{name} cannot have groups of {wishes.inside} devices: at most {most.devices}, by {most.by}"
@@ -184,15 +184,15 @@ def _group_size(graph: LayerGraph, name: str, devices: int, node: int, wishes: W
     sizes = [g for g in sizes if devices // g <= graph.batch]
     if not sizes:
         raise UnreachableError(
-            f"{name} needs groups inside a node, at least two groups of two devices each and a sample for each group: "
-            f"{devices} device{'s' * (devices > 1)} in nodes of {node} with {graph.batch} samples have no such "
-            "division (--group-size sets another)"
+            f"{name} needs groups inside a node, at least two groups of two devices each, and a sample for each group, "
+            f"which {devices} device{'s' * (devices > 1)} in nodes of {node} with {graph.batch} samples do not allow "
+            "(--group-size sets another size)"
         )
     return sizes[-1]
 
 
 def _spatial_shapes(graph: LayerGraph, name: str, shape: Shape, node: int, wishes: Wishes) -> list[Shape]:
-    """The shape with every grid that cuts space into as many cells as a group has devices."""
+    """The shape with every grid that splits space into as many cells as a group has devices."""
     last = gather_layer(graph, node, wishes.gather_after)
     layers, inside = spatial_layers(graph, last), shape.inside
     least = {label: min((layer.space.max_degree(label) for layer in layers), default=1) for label in wishes.dims}
@@ -202,16 +202,16 @@ def _spatial_shapes(graph: LayerGraph, name: str, shape: Shape, node: int, wishe
         tightest = min(layers, key=lambda layer: positions(layer, wishes.dims))
         sizes = " × ".join(f"{d}={least[d]}" for d in degrees) or "no dimension"
         raise UnreachableError(
-            f"{name} cannot cut space into {inside}: layer {tightest.name!r} leaves {sizes} to cut (gather earlier "
-            "with --gather-after, or take another number of devices)"
+            f"{name} cannot split space into {inside}: layer {tightest.name!r} can only be split {sizes} (gather "
+            "earlier with --gather-after, or use another number of devices)"
         )
     return [Shape(shape.groups, inside, tuple((d, degree) for d, degree in cut if degree > 1), last) for cut in cuts]
 
 
 def strategy(graph: LayerGraph, name: str, shape: Shape) -> dict[str, Config]:
-    """A configuration for every layer but inputs and sink. Not for `pipeline` and `layerwise`.
+    """A configuration of every layer except inputs and sink. Not for `pipeline` and `layerwise`.
 
-    Raises UnreachableError where a layer cannot be cut so after all.
+    Raises UnreachableError if a layer cannot be split that way.
     """
     if name == "grid":
         return grid_configs(graph, ProcessGrid(shape.groups, shape.inside))
@@ -232,9 +232,9 @@ def strategy(graph: LayerGraph, name: str, shape: Shape) -> dict[str, Config]:
 
 
 def _weight_cuts(graph: LayerGraph, label: str, inside: int) -> dict[str, tuple[tuple[str, int], ...]]:
-    """Cuts inside a group: of weights along `label`, and of what has no weights along the channels that it reads.
+    """Splits inside a group: weights along `label`, and layers without weights along the channels that they read.
 
-    A cut along k leaves channels scattered, as a cut along c does.
+    A split along k leaves channels scattered, like a split along c.
     """
     heavy = {layer.name for layer in weighted(graph, label)}
     result: dict[str, tuple[tuple[str, int], ...]] = {}

@@ -118,7 +118,7 @@ class Batch:
             raise LayerwiseError(
                 f"the ranks fed {_listed(counts)} samples, but {'all must feed the same number' if free else each}: "
                 "feed x[model.share(B)] on each rank, where B is the number of samples of all ranks (model(..., "
-                "batch=B))"
+                "batch=B))" + (", as layerwise.split(loader, model) does" if self._plan.shares else "")
             )
         return total, slices[self._comm.rank]
 

@@ -179,7 +179,7 @@ def choose(priced: Priced, known: Mapping[str, Candidate]) -> Chosen:
     return Chosen(best, optimum, sum(map(len, narrowed.tables.configs.values())))
 
 
-def choose_within(priced: Priced, known: Sequence[Strategy]) -> tuple[Within, Least[Strategy] | None]:
+def choose_within(priced: Priced, known: Sequence[Strategy]) -> tuple[Within, Least | None]:
     """The second stage where memory is short: the strategies that fit; where none was found, the least memory.
 
     known: strategies to begin with, beside the baselines.

@@ -12,7 +12,7 @@ from layerwise.cli import console
 from layerwise.config import ORDER, Config, SearchSpace, States, is_legal
 from layerwise.cost.memory.allocations import MemoryKind
 from layerwise.cost.memory.course import course
-from layerwise.cost.memory.step import peak_by_kind, peak_bytes
+from layerwise.cost.memory.step import peak_bytes
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import complete
 from layerwise.errors import LayerwiseError
@@ -193,7 +193,7 @@ def fits(question: FitQuestion) -> Fits:
         q.profile.processor.name,
         q.graph.batch,
         q.limit_bytes,
-        peak_by_kind(alone, serial),
+        held.peak,
         held.instants[held.fullest],
         {gpus: row(gpus) for gpus in q.gpus},
         least_devices(lambda gpus: row(gpus).least, q.limit_bytes, most),

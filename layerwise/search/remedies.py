@@ -13,7 +13,6 @@ from layerwise.search.baselines import baselines
 from layerwise.search.find import configurations
 from layerwise.search.priced.answers import Least
 from layerwise.search.priced.limited import LimitedSearch
-from layerwise.search.priced.variants import Strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +72,7 @@ def _others(
         yield f"a global batch of {batch}", smaller, space, offered
 
 
-def least_plan(model: CostModel, space: SearchSpace, offer: tuple[str, ...], wanted: float = 0.0) -> Least[Strategy]:
+def least_plan(model: CostModel, space: SearchSpace, offer: tuple[str, ...], wanted: float = 0.0) -> Least:
     """Returns the plan that was found to need the least memory; wanted: see `LimitedSearch.least`."""
     named = baselines(model, space)
     search = LimitedSearch(model, configurations(model, space, named), offer=offer)

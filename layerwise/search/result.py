@@ -20,7 +20,6 @@ from layerwise.report.content import Report, described
 from layerwise.report.html import fragment
 from layerwise.report.text import plain
 from layerwise.search.priced.answers import Least, Within
-from layerwise.search.priced.variants import Strategy
 from layerwise.search.solve.alternatives import Alternative, all_alternatives
 from layerwise.search.solve.eliminate import Optimum
 
@@ -71,7 +70,7 @@ class Candidate:
         """The step of the slowest device, divided among the layers."""
         return shares(self.spans)
 
-    @property
+    @cached_property
     def fits(self) -> bool:
         """Within every device's memory."""
         return fullest_bytes(self.model, self.strategy) <= self.memory_limit_bytes
@@ -106,7 +105,7 @@ class SearchResult:
     offer: tuple[str, ...]  # what might save memory, of `priced.variants.OFFERS`
     unlimited: Candidate  # `best`, if memory did not matter
     within: Within | None  # what the search under the limit found, where `unlimited` does not fit
-    least: Least[Strategy] | None  # what needs the least memory, where nothing was found to fit
+    least: Least | None  # what needs the least memory, where nothing was found to fit
     overlap_bound_s: float | None  # no strategy that `best` was chosen from has a faster step with overlap
 
     @property

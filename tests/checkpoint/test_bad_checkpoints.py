@@ -254,7 +254,7 @@ def test_boxes_that_are_there_twice_do_not_stand_in_for_others(tmp_path: Path) -
     boxes_of_ranks(tmp_path, [(0, 2), (0, 2), (4, 1)])
     assert "some elements of 'model.bias' are stored twice, and others are missing" in refused(tmp_path)
     boxes_of_ranks(tmp_path, [(0, 2), (2, 2)])
-    assert "4 of the 5 elements of 'model.bias' are there" in refused(tmp_path)
+    assert "only 4 of the 5 elements of 'model.bias' are stored" in refused(tmp_path)
 
 
 def test_files_of_ranks_that_contradict_each_other(tmp_path: Path) -> None:

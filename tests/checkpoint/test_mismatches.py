@@ -30,7 +30,7 @@ def test_another_model(tmp_path: Path) -> None:
     assert "no 'conv.weights' (did you mean 'conv.weight'?)" in refused(
         tmp_path, other("conv.weight", None, "conv.weights")
     )
-    assert "'conv.bias' has shape [5] there, [6] here" in refused(tmp_path, other("conv.bias", torch.ones(6)))
+    assert "'conv.bias' has shape [5] there, but [6] here" in refused(tmp_path, other("conv.bias", torch.ones(6)))
     assert "'scale' in float32, it is float64 here" in refused(
         tmp_path, other("scale", torch.tensor(1.0, dtype=torch.float64))
     )
@@ -50,10 +50,12 @@ def test_another_optimizer(tmp_path: Path) -> None:
     assert "has the state of Adam, but this optimizer is SGD" in reason("adam", torch.optim.SGD(parameters))
     assert "Adam has 1 parameter groups, but this optimizer has 2" in reason("adam", groups)
     assert "no optimizer state" in reason("none", torch.optim.Adam(parameters))
-    assert "'conv.weight' is in group 0 of only one optimizer" in reason("some", torch.optim.Adam(parameters))
-    assert "'conv.weight' is in group 0 of only one optimizer" in reason("adam", torch.optim.Adam(parameters[1:]))
+    assert "'conv.weight' is in group 0 of only one of the two" in reason("some", torch.optim.Adam(parameters))
+    assert "'conv.weight' is in group 0 of only one of the two optimizers" in reason(
+        "adam", torch.optim.Adam(parameters[1:])
+    )
     foreign = torch.optim.Adam([torch.nn.Parameter(torch.ones(2, 9))])
-    assert "a parameter of shape (2, 9) that is not the module's" in reason("adam", foreign)
+    assert "a parameter of shape (2, 9) that is not the model's" in reason("adam", foreign)
     load(tmp_path / "adam", module)  # the weights alone
 
 
@@ -69,7 +71,7 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
     shampoo = torch.optim.Adafactor(module.parameters())
     module.set_gradients(gradients(0))
     shampoo.step()
-    assert "Adafactor keeps 'row_var' of 'conv.weight'" in reason(shampoo)
+    assert "Adafactor stores 'row_var' for 'conv.weight'" in reason(shampoo)
     newton = torch.optim.LBFGS(module.parameters())
     newton.step(lambda: torch.tensor(1.0))
     assert "LBFGS keeps" in reason(newton)

@@ -226,7 +226,7 @@ def test_a_plan_runs_no_code_that_the_user_does_not_name(run: Run, refuse: Run, 
     ):
         said = refuse(*command)
         assert "the plan is for 'networks:alone', which is code that a plan may not run" in said
-        assert "give --model networks:alone" in said
+        assert "pass --model networks:alone" in said
     run("diff", "p.json", "p.json")
     assert not (here / "ran").exists()
 

@@ -1,10 +1,12 @@
 """The command lines as people see them: help, tables, pipes and terminals."""
 
+import argparse
 import os
 import re
 import subprocess
 import sys
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,20 @@ def test_help(command: str, columns: int, capsys: pytest.CaptureFixture[str], mo
     assert out.startswith(f"usage: layerwise {command}")
     assert err == ""
     assert max(map(cell_len, out.splitlines())) <= columns
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_a_dozen_flags_and_help_all_every_one(command: str) -> None:
+    parser = import_module(COMMANDS[command][0]).parser()
+    below = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    for one in (parser, *(part for action in below for part in action.choices.values())):
+        every = [action.option_strings for action in one._actions if action.option_strings]
+        shown, full = (
+            set(re.findall(r"^  (--?[\w-]+)", text, re.MULTILINE)) for text in (one.format_help(), one.full_help())
+        )
+        assert len(shown - {"-h", "--help-all"}) <= 12
+        assert shown <= full == {flags[0] for flags in every}
+        assert one.main_flags <= {flag for flags in every for flag in flags}
 
 
 def test_overview(run: Run) -> None:

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from layerwise.config import Config, SearchSpace
 from layerwise.cost.compute.roofline import OPTIMIZERS
 from layerwise.cost.memory import allocations
-from layerwise.cost.memory.allocations import KINDS, AllocationTracker, MemoryKind, Ref, devices_of
-from layerwise.cost.memory.step import peak_by_kind, peak_bytes
+from layerwise.cost.memory.allocations import AllocationTracker, MemoryKind, Ref, devices_of
+from layerwise.cost.memory.course import course
+from layerwise.cost.memory.step import peak_bytes
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import complete, price
 from layerwise.geometry.arrays import Floats
@@ -59,27 +60,20 @@ def test_the_most_is_that_of_counting_at_every_instant(monkeypatch: pytest.Monke
     """Storages that several hold on some of the devices, however many instants are added up at once."""
     monkeypatch.setattr(allocations, "LOGGED", logged)
     rng, devices = np.random.default_rng(0), 11
-    tracker = AllocationTracker(devices, by_kind=True)
+    tracker = AllocationTracker(devices)
     held: list[tuple[Ref, int]] = []  # and the number of its storage
-    sizes, holders, kinds = list[Floats](), list[Floats](), list[MemoryKind]()
-    most, fullest = np.zeros(devices), {kind: np.zeros(devices) for kind in KINDS}
+    sizes, holders, most = list[Floats](), list[Floats](), np.zeros(devices)
 
     def count(spike: Floats) -> None:
-        alive = {kind: np.zeros(devices) for kind in KINDS}
-        for size, holding, kind in zip(sizes, holders, kinds, strict=True):
-            alive[kind] += size * (holding > 0)
-        alive["workspace"] += spike
-        now = sum(alive.values(), np.zeros(devices))
-        for kind in KINDS:
-            fullest[kind] = np.where(now > most, alive[kind], fullest[kind])
-        most[:] = np.maximum(most, now)
+        alive = (size * (holding > 0) for size, holding in zip(sizes, holders, strict=True))
+        most[:] = np.maximum(most, sum(alive, spike))
 
     for _ in range(300):
         what = rng.integers(4)
         if what == 0 or not held:
-            size, kind = rng.integers(0, 4, devices) * 8.0, KINDS[rng.integers(len(KINDS))]
-            held.append((tracker.new(size, kind), len(sizes)))
-            sizes, holders, kinds = [*sizes, size], [*holders, np.ones(devices)], [*kinds, kind]
+            size = (rng.integers(0, 4, devices) * 8).astype(np.float64)
+            held.append((tracker.new(size), len(sizes)))
+            sizes, holders = [*sizes, size], [*holders, np.ones(devices)]
             count(np.zeros(devices))
         elif what == 1:
             ref, number = held[rng.integers(len(held))]
@@ -92,14 +86,13 @@ def test_the_most_is_that_of_counting_at_every_instant(monkeypatch: pytest.Monke
             tracker.drop(ref)
             holders[number] -= sum((tracker.mask(where) for _, where in ref), np.zeros(devices, bool))
         else:
-            size = rng.integers(0, 20, devices) * 1.0
+            size = rng.integers(0, 20, devices).astype(np.float64)
             tracker.spike(size)
             count(size)
         for ref, number in held[:3]:
             there = sum((tracker.mask(where) for _, where in ref), np.zeros(devices, bool))
             assert (tracker.mask(tracker.unshared(ref)) == (~there | (holders[number] == 1))).all()
     assert tracker.peak.tolist() == most.tolist()
-    assert {kind: tracker.peak_by_kind[kind].tolist() for kind in KINDS} == {k: f.tolist() for k, f in fullest.items()}
     ref = tracker.new(np.ones(devices))
     tracker.drop(ref)
     with pytest.raises(AssertionError, match="more often"):
@@ -257,7 +250,7 @@ def test_the_kinds_sum_up_to_the_peak(name: str) -> None:
     model = model_of(name, 8)
     searched = search(model, SearchSpace(4)).best.strategy
     for strategy in (searched, *(complete(model, baseline(model, other)) for other in NAMES)):
-        kinds = peak_by_kind(model, strategy)
+        kinds = course(model, strategy).peak
         assert set(kinds) == set(get_args(MemoryKind))
         assert min(kinds.values()) >= 0
         assert sum(kinds.values()) == pytest.approx(peak_bytes(model, strategy).max(), rel=1e-12)
@@ -268,16 +261,16 @@ def test_each_kind_is_what_it_says() -> None:
     model = model_of("mlp:1024x1024x1024x10", 4)
     size = sum(prod(p.shape) * item for layer in model.graph.inner for _, p, item in layer.held())
     whole = complete(model, baseline(model, "data"))
-    kinds = peak_by_kind(model, whole)
+    kinds = course(model, whole).peak
     assert kinds["parameters"] == size
     assert kinds["states"] == 2 * size
     assert size <= kinds["gradients"] <= 1.6 * size
     assert kinds["activations"] < 0.1 * size
-    shared = peak_by_kind(
+    shared = course(
         model,
         {name: replace(c, states="sharded") for name, c in whole.items() if c.total > 1}
         | {name: c for name, c in whole.items() if c.total == 1 or model.graph[name].end},
-    )
+    ).peak
     assert shared["parameters"] == pytest.approx(size / 4, rel=0.02)
     assert shared["states"] == 2 * shared["parameters"]
     assert shared["gathered"] >= 0.9 * size

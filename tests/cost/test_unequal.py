@@ -93,11 +93,11 @@ def test_a_step_of_unequal_devices_waits_for_the_slowest_only() -> None:
 
 
 def test_parts_end_together() -> None:
-    parts = balanced(np.array([1.0, 2.0]), np.array([0.4, 0.8]), np.array([1, 2]))
+    parts = balanced(np.array([1.0, 2.0]), np.array([0.4, 0.8]), 3, np.array([1, 2]))
     assert parts @ [1, 2] == pytest.approx(1)
     slope, fixed = np.array([0.9, 1.8]), np.array([0.1, 0.2])
     assert np.ptp(fixed + slope * parts) == pytest.approx(0)
-    assert balanced(np.array([1.0, 3.0]), np.array([1.0, 3.0]), np.array([1, 1])).tolist() == [0.75, 0.25]
+    assert balanced(np.array([1.0, 3.0]), np.array([1.0, 3.0]), 1, np.array([1, 1])).tolist() == [0.75, 0.25]
 
 
 def test_a_device_that_would_make_a_step_slower_is_left_out() -> None:

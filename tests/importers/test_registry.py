@@ -114,7 +114,7 @@ def test_targets() -> None:
     assert canonical("com.acme::Swoosh") == "com.acme::Swoosh"
     assert canonical("Gelu") == "ai.onnx::Gelu"
     for wrong in ("", "::x", "x::"):
-        with pytest.raises(LayerwiseError, match="is not an operator's name"):
+        with pytest.raises(LayerwiseError, match="is not an operator name"):
             canonical(wrong)
     with pytest.raises(LayerwiseError, match="it must be a function"):
         layerwise.register_op("a::b", Unary("exp"))  # type: ignore[arg-type]

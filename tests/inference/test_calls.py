@@ -96,7 +96,7 @@ class Keeps(nn.Module):
 def test_a_decoder_that_keeps_its_cache_itself_is_refused_by_name() -> None:
     model = nn.Sequential(Keeps().eval())
     with pytest.raises(LayerwiseError, match="module '0' keeps something in its attribute 'past' from call to call"):
-        layerwise.parallelize(model, lambda: model(LATENT.float()), inference=True, verbose=False)
+        layerwise.parallelize(model, lambda: model(LATENT.float()), inference=True)
 
 
 @pytest.mark.parametrize("kind", [Writes, Returns])
@@ -111,8 +111,7 @@ def test_every_rank_decodes_the_video_of_one_device(kind: type[nn.Module]) -> No
             lambda: vae.decode(LATENT),
             inference=True,
             strategy={"first": {"h": 2}, "last": {"w": 2}},
-            verbose=False,
-            options=layerwise.ParallelOptions(comm=comm, measure_s=0),
+            options=layerwise.ParallelOptions(comm=comm, measure_s=0, verbose=False),
         )
         video = vae.decode(LATENT)
         caches = list(vae.cache.values()) if isinstance(vae.cache, dict) else vae.cache

@@ -151,4 +151,4 @@ def test_what_does_not_go_together_is_one_sentence(module: Any, settings: Any, w
 def test_the_strategy_has_a_name() -> None:
     assert isinstance(cases.trainer(1, "layerwise").strategy, cases.LayerwiseStrategy)
     with pytest.raises(LayerwiseError, match="takes no io="):
-        cases.LayerwiseStrategy(io="boxes")
+        cases.LayerwiseStrategy(options=cases.ParallelOptions(io="boxes"))

@@ -118,7 +118,7 @@ def test_equal_graphs_share_a_cache_entry() -> None:
 @pytest.mark.parametrize(
     ("gpus", "gpus_per_node", "said"),
     [
-        (0, None, "must be 1 to 65,536, not 0"),
+        (0, None, "but must be 1 to 65,536"),
         (-4, None, "not -4"),
         (65_537, None, "not 65,537"),
         (6, None, "6 GPUs do not fill nodes of 4: take 4 or 8 GPUs"),

@@ -148,7 +148,7 @@ REFUSED: list[tuple[Op, tuple[TensorSpec, ...], str]] = [
     (BatchNorm(), (TensorSpec((3,), ("n",)),), "needs an input"),
     (AdaptivePool("max", (1, 1)), (ROW,), "2-D pooling needs"),
     (Pad(((1, 1),)), (PICTURE,), "pairs of pads"),
-    (Pad(((0, 0), (0, 0), (0, 0), (5, 0)), "reflect"), (PICTURE,), "at most 4, not 5, 0"),
+    (Pad(((0, 0), (0, 0), (0, 0), (5, 0)), "reflect"), (PICTURE,), "pads 5, 0 exceed 4"),
     (Pad(((0, 0), (0, 0), (0, 0), (-3, -2))), (PICTURE,), "remove all of"),
     (Interpolate((1, 2, 3, 4)), (PICTURE,), "cannot resample 4"),
     (Binary("add"), (PICTURE, TensorSpec((3,), ("c",))), "do not broadcast"),
@@ -161,7 +161,7 @@ REFUSED: list[tuple[Op, tuple[TensorSpec, ...], str]] = [
     (Softmax(2), (ROW,), "dimension 2"),
     (Gather(1), (X, INDEX), r"positions \(n=2, 1, 3\) must have the same sizes in all other dimensions"),
     (Scatter(1, value=1.0), (X, INDEX), r"must have the same sizes in all other dimensions, not \(n=2, 1, 3\)"),
-    (OneHot(2, 5, "float32"), (INDEX,), "is not a tensor of positions"),
+    (OneHot(2, 5, "float32"), (INDEX,), "needs a tensor of positions"),
     *((Loss(fn), (SCORES, TARGET), r"n=2, c=5, l=4\) does not fit a target \(n=2, l=5") for fn in ("nll", "mse")),
     (Loss("cross_entropy"), (SCORES, TARGET), r"n=2, c=5, l=4\) does not fit a target \(n=2, l=5"),
     (Reshape((7, 2)), (TOKENS,), "do not reshape"),
@@ -170,12 +170,12 @@ REFUSED: list[tuple[Op, tuple[TensorSpec, ...], str]] = [
     (Permute((0, 1, 5)), (TOKENS,), "dimension 5"),
     (Slice(1, 3, 3), (TOKENS,), "is empty"),
     (Slice(1, 0, 3, 0), (TOKENS,), "cannot be 0"),
-    (Select(1, 5), (TOKENS,), "no index 5"),
+    (Select(1, 5), (TOKENS,), "index 5 is out of range"),
     (Expand((4, 5, 7)), (TOKENS,), "cannot be expanded"),
     (Concat(1), (ROW, TensorSpec((3, 3), ("n", "c"))), "differ in other dimensions"),
     (Concat(1), (ROW, TensorSpec((2, 3, 1), ("n", "c", None))), "differ in other dimensions"),
     (Concat(2), (ROW,), "dimension 2"),
-    (Concat(0), (), "nothing"),
+    (Concat(0), (), "at least one input"),
 ]
 
 

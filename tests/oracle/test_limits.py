@@ -70,8 +70,8 @@ def test_what_overlap_hides_of_the_gradients_is_not_lost() -> None:
     assert exchange.lost_s == pytest.approx(step.exposed_sync_s)
     assert 0 < exchange.lost_s < at.gradient_s / 2
     assert exchange.value < at.gradient_s / at.total_s
-    assert f"is {at.gradient_s / at.total_s:.1%} of an iteration, phase after phase" in exchange.text
-    assert f"what is left of it is {exchange.value:.1%}" in exchange.text
+    assert f"is {at.gradient_s / at.total_s:.1%} of an iteration without overlap" in exchange.text
+    assert f"the exposed part is {exchange.value:.1%}" in exchange.text
 
 
 def test_hidden_congestion_costs_nothing() -> None:

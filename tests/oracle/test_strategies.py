@@ -114,7 +114,7 @@ def test_limits_are_those_of_the_paper(model: str, name: str, most: int, by: str
 
 def test_every_number_up_to_the_limit_that_factors_is_reached() -> None:
     assert shapes(graph("resnet50"), "spatial", 49, 4)[0].grid == (("h", 7), ("w", 7))
-    with pytest.raises(UnreachableError, match="cannot cut space into 32"):  # 4 × 8 is more than 7 × 7
+    with pytest.raises(UnreachableError, match="cannot split space into 32"):  # 4 × 8 is more than 7 × 7
         shapes(graph("resnet50"), "spatial", 32, 4)
 
 

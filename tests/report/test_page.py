@@ -14,7 +14,7 @@ from torch import nn
 
 from layerwise.config import SearchSpace
 from layerwise.cost.memory.course import course
-from layerwise.cost.memory.step import peak_by_kind
+from layerwise.cost.memory.step import peak_bytes
 from layerwise.cost.model import CostModel
 from layerwise.cost.price import complete
 from layerwise.cost.timeline.shares import shares
@@ -110,9 +110,8 @@ def test_the_fullest_instant_is_the_peak() -> None:
     for network in ("vgg16", "unet3d:32"):
         model = CostModel(fuse(load_model(network, 64)), load("p100").device_graph(4))
         for strategy in baselines(model, SearchSpace(4)).values():
-            held = course(model, complete(model, strategy))
-            at_peak = {kind: sizes[held.fullest] for kind, sizes in held.kinds.items()}
-            assert at_peak == peak_by_kind(model, complete(model, strategy))
+            strategy = complete(model, strategy)
+            assert sum(course(model, strategy).peak.values()) == peak_bytes(model, strategy).max()
 
 
 def test_print() -> None:

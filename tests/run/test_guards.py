@@ -77,7 +77,7 @@ def test_hooks_of_gradients_are_refused() -> None:
     _, network = mlp()
     for degrees in (CUT, {"n": 2}):
         for text in refused(network, hooked("register_hook"), 2, plan_of(network, 2, degrees)):
-            assert text.startswith("parameter '0.weight' has a hook, which would not be called with its gradient")
+            assert text.startswith("parameter '0.weight' has a hook, which would not be called with its full gradient")
 
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])

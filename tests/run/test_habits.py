@@ -140,7 +140,7 @@ def test_whole_numbers_of_another_type_are_taken_as_pytorch_takes_them() -> None
         assert abs(sum(out.item() for out in found) / 2 - single.item()) <= 1e-12
     for types in ((i64, i32, i64), (i64, torch.bool, i64), (i64, i64, i32), (torch.float64, i64, i64)):
         for text in refused(network, lambda made, types=types: step(made, *types)):
-            assert "but the model was made parallel for int64: give x.to(torch.int64)" in text
+            assert "but the model was made parallel for int64: pass x.to(torch.int64)" in text
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

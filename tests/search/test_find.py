@@ -162,7 +162,7 @@ def made(name: str, total_s: float, fits: bool, error: float = ANALYTIC) -> Cand
     """error: the model's."""
     layer = LayerPrice(Config(), {"compute": 1.0}, {}, 0.0)
     candidate = Candidate(name, {}, Timeline(total_s, 0.0, 0.0, 0.0), MODEL, 1.0)
-    vars(candidate).update(memory_bytes=2.0 - fits, price=Price({"fc": layer}, 1.0, 2.0 - fits), error=error)
+    vars(candidate).update(fits=fits, price=Price({"fc": layer}, 1.0, 2.0 - fits), error=error)
     vars(candidate).update(deviations=Deviations(total_s, (0.0, 0.0), (0.0, 0.0)))
     return candidate
 

@@ -9,6 +9,7 @@ from layerwise.config import SearchSpace
 from layerwise.cost.model import CostModel, CostTables
 from layerwise.cost.price import complete
 from layerwise.graph.fuse import fuse
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.load import load_model
 from layerwise.machine import load
 from layerwise.search.baselines import NAMES, baseline
@@ -59,6 +60,23 @@ def test_it_agrees_on_small_networks(tmp_path: Path, graph: object) -> None:
 def test_it_agrees_on_the_papers_networks(tmp_path: Path, network: str, gpus: int) -> None:
     model = CostModel(fuse(load_model(network, 32 * gpus)), load("p100").device_graph(gpus))
     agree(model, SearchSpace(gpus, spread=gpus > 4), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("graph", "kinds"),
+    [
+        (chain(8), "cpu@0.5:1+cpu:1"),
+        (residual(8), "cpu@0.5:2+cpu:1"),
+        (crossing(8), "cpu@0.25:1+cpu:1"),
+        (load_model("lenet5", 64), "cpu@0.5:1+cpu:3"),
+        (load_model("alexnet", 64), "cpu@0.5:1+cpu:1"),
+    ],
+    ids=lambda case: case if isinstance(case, str) else case.name,
+)
+def test_it_agrees_on_unequal_devices(tmp_path: Path, graph: LayerGraph, kinds: str) -> None:
+    machine = load(f"cpu,kinds={kinds}")
+    model = CostModel(fuse(graph), machine.device_graph(len(machine.kind_of)))
+    agree(model, SearchSpace(model.devices.count, weights=model.weights), tmp_path)
 
 
 def agree(model: CostModel, space: SearchSpace, folder: Path) -> None:

@@ -157,10 +157,10 @@ def test_resuming_says_what_it_does(run: Run, capsys: pytest.CaptureFixture[str]
     assert "going on from ck/step-00000003" in run(*flags)
     assert "nothing to do: the checkpoint already has 3 steps" in run(*flags)
     for changed, reason in (
-        (("--seed", "3"), "was trained with seed 0, here it is 3"),
+        (("--seed", "3"), "was trained with seed 0, but here it is 3"),
         (
             ("--lr", "0.5"),
-            "was trained with optimizer sgd, lr 0.1, weight decay 0, here it is sgd, lr 0.5, weight decay 0",
+            "was trained with optimizer sgd, lr 0.1, weight decay 0, but here it is sgd, lr 0.5, weight decay 0",
         ),
         (("--optimizer", "momentum"), "here it is momentum, lr 0.01, momentum 0.9, weight decay 0"),
         (("--weight-decay", "0.1"), "here it is sgd, lr 0.1, weight decay 0.1"),

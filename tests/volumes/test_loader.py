@@ -417,7 +417,7 @@ def test_what_predict_refuses(tmp_path: Path) -> None:
         (BoxLoader(module, whole, flip="d"), tmp_path / "a.npy", "does not shuffle, crop, flip"),
         (loader, tmp_path / "none" / "a.npy", "a.npy' cannot be written"),
         (loader, np.zeros((1, *shape)), "the destination has shape"),
-        (loader, np.zeros((2, *shape), np.int32), "predict writes float32, and .* has int32"),
+        (loader, np.zeros((2, *shape), np.int32), "predict writes float32, but the destination has int32"),
         (loader, [1], "cannot write into a list"),
         (loader, None, "cannot write into a NoneType"),
         (loader, read_only, "samples from 0 cannot be written: store was opened in read-only"),

@@ -57,18 +57,12 @@ class TransferStorage:
 
 
 class AllocationTracker:
-    """Counts the live bytes (`now`, (N,)) and their maximum (`peak`, (N,)).
+    """Counts the live bytes (`now`, (N,)) and their maximum (`peak`, (N,))."""
 
-    by_kind: whether to record the kinds at the peak too (`peak_by_kind`).
-    """
-
-    def __init__(self, devices: int, *, by_kind: bool = False) -> None:
+    def __init__(self, devices: int) -> None:
         self.count, self.everyone = devices, (1 << devices) - 1
-        kinds = KINDS if by_kind else ()
         self._now, self._peak = np.zeros(devices), np.zeros(devices)
-        self._of = {kind: np.zeros(devices) for kind in kinds}
-        self._peak_of = {kind: np.zeros(devices) for kind in kinds}
-        self._log: list[tuple[Floats, MemoryKind, bool]] = []  # new bytes, their kind, and whether they stay
+        self._log: list[tuple[Floats, bool]] = []  # new bytes, and whether they stay
         # By the id of (N,) bytes, which are kept here; equal layers give the same ones.
         self._where: dict[int, tuple[Devices, Floats]] = {}
 
@@ -83,12 +77,6 @@ class AllocationTracker:
         """(N,) the most bytes so far."""
         self._add_up()
         return self._peak
-
-    @property
-    def peak_by_kind(self) -> dict[MemoryKind, Floats]:
-        """(N,) bytes of each kind, at each device's peak."""
-        self._add_up()
-        return self._peak_of
 
     def mask(self, devices: Devices) -> Mask:
         """(N,) flags of devices."""
@@ -114,30 +102,22 @@ class AllocationTracker:
         self._note(whole, "workspace", stays=False)
 
     def _note(self, size: Floats, kind: MemoryKind, *, stays: bool) -> None:
-        self._log.append((size, kind, stays))
+        self._log.append((size, stays))
         if len(self._log) * self.count > LOGGED:
             self._add_up()
 
     def _add_up(self) -> None:
         if not self._log:
             return
-        sizes, kinds, stay = zip(*self._log, strict=True)
+        sizes, stay = zip(*self._log, strict=True)
         self._log = []
         stays = np.array(stay)[:, None]
         size = np.concatenate(sizes, dtype=np.float64).reshape(len(sizes), self.count)
-        alive = _running(self._now, size * stays)
+        alive = size * stays
+        alive[0] += self._now
+        alive = alive.cumsum(0)
         self._now = alive[-1].copy()
-        alive += size * ~stays
-        instant = alive.argmax(0)
-        most = alive[instant, np.arange(self.count)]
-        for kind, held in self._of.items():
-            mine = np.array([one == kind for one in kinds])[:, None]
-            own = _running(held, size * (stays & mine))
-            self._of[kind] = own[-1].copy()
-            own += size * (~stays & mine)
-            here = own[instant, np.arange(self.count)]
-            self._peak_of[kind] = np.where(most > self._peak, here, self._peak_of[kind])
-        self._peak = np.maximum(self._peak, most)
+        self._peak = np.maximum(self._peak, (alive + size * ~stays).max(0))
 
     def hold(self, ref: Ref, where: Devices | None = None) -> Ref:
         """Adds a holder of what lies on the devices `where`."""
@@ -172,9 +152,3 @@ class AllocationTracker:
             several = s.holders[1] if len(s.holders) > 1 else 0
             alone &= ~devices | (s.holders[0] & ~several)
         return alone
-
-
-def _running(start: Floats, more: Floats) -> Floats:
-    """(R, N) running totals after each of `more` (R, N)."""
-    more[0] += start
-    return more.cumsum(0)

@@ -10,12 +10,14 @@ its maker where that saves it, else by the reader that `_claimants` names. That 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from copy import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import NamedTuple
 
 import numpy as np
 
-from layerwise.cost.additive import Costs
+from layerwise.cost.additive import Costs, restricted
 from layerwise.cost.memory.layer_rows import LayerRows, layer_rows
 from layerwise.cost.memory.returns import returned_bytes
 from layerwise.cost.model import Configs, CostModel, EdgeName
@@ -26,18 +28,72 @@ from layerwise.partition.blocks import blocks, saved_within
 from layerwise.partition.place import input_maps
 
 Tables = tuple[Floats, Floats]  # (B_u, B_v) bytes: while the reader's block is run backward, and before that
-ENDS = ("begin", "backward end", "update", "loss")  # the first rows of a family
+GONE = ("", ", inputs gone")  # of a layer's two instants
+ENDS = 3  # instants that come before those of layers
 
 
+class Event(NamedTuple):
+    """Bytes that a layer or an edge holds at the instants from the first to the last but one, in the graph's order."""
+
+    of: str | EdgeName
+    bytes: Floats  # (V,) or (B_u, B_v)
+    first: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
 class ByteRows:
-    """The rows of all choices of some variants.
+    """The rows of all choices of some variants."""
 
-    A *family* is the rows under one set of claimants. configs: V_l of every layer; base: (V_l,) what neighbours see.
-    """
+    instants: Sequence[str]  # of which each is a row
+    base: Mapping[str, Ints]  # (V_l,) of each variant, the index of its base
+    events: Sequence[Event]
+    _tables: dict[int, Costs] = field(default_factory=dict)  # of rows that were asked for
+
+    def row(self, row: int) -> Costs:
+        """Bytes of one row."""
+        if row not in self._tables:
+            node = {name: np.zeros(len(base)) for name, base in self.base.items()}
+            edge = dict[EdgeName, Floats]()
+            for of, bytes_, first, end in self.events:
+                if first <= row < end:
+                    if isinstance(of, str):
+                        node[of] = node[of] + bytes_
+                    else:
+                        edge[of] = edge[of] + bytes_ if of in edge else bytes_
+            self._tables[row] = Costs(node, edge)
+        return self._tables[row]
+
+    def rows(self, choice: Mapping[str, int]) -> Floats:
+        """(R,) bytes of one choice."""
+        changes = np.zeros(len(self.instants) + 1)
+        at = {name: (variant, self.base[name][variant]) for name, variant in choice.items()}
+        for of, bytes_, first, end in self.events:
+            held = bytes_[at[of][0]] if isinstance(of, str) else bytes_[at[of[0]][1], at[of[1]][1]]
+            changes[first] += held
+            changes[end] -= held
+        rows: Floats = changes[:-1].cumsum()
+        return rows
+
+    def restrict(self, keep: Mapping[str, Mask], bases: Mapping[str, Ints], base: Mapping[str, Ints]) -> ByteRows:
+        """The rows of the variants that are kept. bases: those that are left; base: (V_l,) of these."""
+        left = (e._replace(bytes=restricted(e.of, e.bytes, keep, bases)) for e in self.events)
+        return ByteRows(self.instants, base, [event for event in left if event.bytes.any()])
+
+
+def byte_rows(model: CostModel, configs: Configs, base: Mapping[str, Ints]) -> ByteRows:
+    """The rows of all choices of these variants. configs: V_l of every layer; base: (V_l,) what neighbours see."""
+    made = _Holding(model, configs, base)
+    events = [event for event in made.events() if event.first < event.end and event.bytes.any()]
+    return ByteRows(made.instants, base, events)
+
+
+class _Holding:
+    """What the layers and edges of a space hold, and when."""
 
     def __init__(self, model: CostModel, configs: Configs, base: Mapping[str, Ints]) -> None:
         graph = self.graph = model.graph
-        self.model, self.configs, self.base = model, configs, base
+        self.model, self.configs = model, configs
         count = model.devices.count
         self.watched = np.unique([0, min(1, count - 1), count // 3, count - 1])
         self.names = [layer.name for layer in graph.layers]
@@ -58,42 +114,31 @@ class ByteRows:
         self.first = {n: np.unique(these, return_index=True)[1] for n, these in base.items()}
         self.within = saved_within(graph)
         self._local: dict[object, Mask] = {}
-        self._made: dict[tuple[EdgeName, bool], Tables] = {}
         self._returns: dict[object, Floats] = {}
-        self._of_edge: dict[EdgeName, Floats] = {}
+        # Edges to layers that compute, not only view.
+        self.read = [e for e in graph.edges() if graph[e[1]].role is Role.COMPUTE and not is_view(graph[e[1]])]
         self.readers = self._readers()
-        self.families = [self._edges(self._claimants())]
+        claims = self._claimants()
+        found = {edge: self._edge(edge, edge in claims) for edge in self.read}
+        self.claimed = {edge: tables for edge, tables in found.items() if tables[0].any() or tables[1].any()}
         self.backward = [n for n in self.names if self.block.get(n) is not None and model.has_gradient[n]]
-        self.back = [edge for edge in self._read() if model.has_gradient[edge[0]] and model.has_gradient[edge[1]]]
-        self.instants = (
-            *ENDS,
-            *(f"backward {name}{which}" for name in self.backward for which in ("", ", inputs gone")),
-            *(f"gradient of {u} from {v}" for u, v, _ in self.back),
-        )
+        own = [(self.index[name], f"backward {name}{which}", None) for name in self.backward for which in GONE]
+        back = [edge for edge in self.read if model.has_gradient[edge[0]] and model.has_gradient[edge[1]]]
+        returns = [(self.index[e[1]], f"gradient of {e[0]} from {e[1]}", e) for e in back]
+        instants = sorted([*own, *returns], key=itemgetter(0))  # of each layer, its own come first
+        self.instants = ("begin", "backward end", "update", *(title for _, title, _ in instants), "loss")
+        self._back = {number: edge for number, (*_, edge) in enumerate(instants, ENDS) if edge}
+        # Of each layer, and behind the last one, its first instant or that of the next one.
+        first = np.searchsorted([i for i, *_ in instants], np.arange(len(self.names) + 1))
+        self._start = [*(ENDS + first).tolist(), len(self.instants)]
         lasting = {(u, *end): self._lasting((u, *end)) for u, end in self.within.items()}
         self.lasting = {edge: bytes_ for edge, bytes_ in lasting.items() if bytes_.any()}
         self.loss = self._loss()
         self.returned = self._root(self.graph.layers[-1].inputs[0]) if self.loss else ""
         if self.returned in self.readers or graph[self.returned or self.names[-1]].role is not Role.COMPUTE:
             self.returned = ""  # somebody claims it, or nobody made it
-        self._tables: dict[int, Costs] = {}  # of rows; those there are stay as they are
 
     # ---- what two layers hold together ----
-
-    def near(self, choice: Mapping[str, int]) -> ByteRows:
-        """With more rows: of each tensor the reader claims that holds most of it in a choice."""
-        other = copy(self)
-        other.families = [*self.families, self._edges(self._claimants(choice))]
-        return other
-
-    def _read(self) -> list[EdgeName]:
-        """Edges to layers that compute, not only view."""
-        graph = self.graph
-        return [e for e in graph.edges() if graph[e[1]].role is Role.COMPUTE and not is_view(graph[e[1]])]
-
-    def _edges(self, claims: Collection[EdgeName]) -> dict[EdgeName, Tables]:
-        found = {edge: self._edge(edge, edge in claims) for edge in self._read()}
-        return {edge: tables for edge, tables in found.items() if tables[0].any() or tables[1].any()}
 
     def _root(self, name: str) -> str:
         """The layer whose storage a layer's output is."""
@@ -108,7 +153,7 @@ class ByteRows:
     def _readers(self) -> dict[str, dict[str, list[EdgeName]]]:
         """The edges to those who may hold a tensor that its maker does not save: by the maker, and by the reader."""
         graph, readers = self.graph, dict[str, dict[str, list[EdgeName]]]()
-        for edge in self._read():
+        for edge in self.read:
             u, v, _ = edge
             root = self._root(u)
             if graph[root].role is Role.COMPUTE and (root == u or not self.layers[root].keeps.any()):
@@ -117,35 +162,26 @@ class ByteRows:
                     mine.append(edge)
         return readers
 
-    def _claimants(self, choice: Mapping[str, int] | None = None) -> set[EdgeName]:
+    def _claimants(self) -> set[EdgeName]:
         """Edges of which the reader claims what it holds of such a tensor: those of one reader a tensor."""
         found = set[EdgeName]()
         for root, by in self.readers.items():
-            worth = {v: self._worth(v, edges, choice) for v, edges in by.items()}
             # What is saved by its maker needs a claimant where that is recomputed: one that is not with it.
             apart = [v for v in by if self.block[v] != self.block[root] and all(e[0] == root for e in by[v])]
-            among = apart if choice is None and apart and self.layers[root].keeps.all() else by
-            edges = by[max(among, key=worth.__getitem__)]
+            among = apart if apart and self.layers[root].keeps.all() else by
+            edges = by[max(among, key=lambda v: self._worth(v, by[v]))]
             several = sum(self.graph[e[0]].out.volume for e in edges) > self.graph[root].out.volume
             found.update(edges[:1] if several else edges)
         return found
 
-    def _worth(self, v: str, edges: list[EdgeName], choice: Mapping[str, int] | None) -> tuple[float, int]:
-        """How much a reader would claim: of a tensor at all, or in a choice."""
-        if choice is None:
-            reads = self.layers[v].reads
-            saved = [e for e in edges if e[2] in reads and reads[e[2]].saves.any()]
-            return float(sum(self.graph[e[0]].out.volume for e in saved)), self.index[v]
-        pairs = [(e, (self.base[e[0]][choice[e[0]]], self.base[v][choice[v]])) for e in edges]
-        return sum(float(table[pair]) for e, pair in pairs for table in self._edge(e, True)), 0
+    def _worth(self, v: str, edges: list[EdgeName]) -> tuple[float, int]:
+        """How much a reader would claim."""
+        reads = self.layers[v].reads
+        saved = [e for e in edges if e[2] in reads and reads[e[2]].saves.any()]
+        return float(sum(self.graph[e[0]].out.volume for e in saved)), self.index[v]
 
     def _edge(self, edge: EdgeName, claims: bool) -> Tables:
         """The tables of an edge. claims: whether the reader claims the tensor where its maker does not save it."""
-        if (edge, claims) not in self._made:
-            self._made[edge, claims] = self._new_edge(edge, claims)
-        return self._made[edge, claims]
-
-    def _new_edge(self, edge: EdgeName, claims: bool) -> Tables:
         u, v, slot = edge
         source, target, at, to = self.layers[u], self.layers[v], self.first[u], self.first[v]
         if slot not in target.reads and not self.recomputed[v].any():
@@ -209,8 +245,6 @@ class ByteRows:
 
     def _returned(self, edge: EdgeName) -> Floats:
         """(B_u, B_v) bytes while the gradient of an input goes back: it, what arrives, and copies of what is sent."""
-        if edge in self._of_edge:
-            return self._of_edge[edge]
         u, v, slot = edge
         key = self.model.kind(self.graph[u]), self.model.kind(self.graph[v]), slot, self.configs[u], self.configs[v]
         if key not in self._returns:
@@ -219,7 +253,6 @@ class ByteRows:
             bytes_ = returned_bytes(source, target, layer, slot, len(self.watched)) * item_bytes
             rows = np.ix_(source.rows[self.first[u]], target.rows[self.first[v]])
             self._returns[key] = np.where(self._locality(edge), 0.0, bytes_)[rows]
-        self._of_edge[edge] = self._returns[key]
         return self._returns[key]
 
     def _loss(self) -> float:
@@ -234,95 +267,38 @@ class ByteRows:
         need = self.layers[sink.name].place.at(epilogue).needs(maps).volume[0] * spec.item_bytes
         return float(need * (3 if scored and spec.item_bytes > 2 else 1))
 
-    # ---- rows ----
+    # ---- events ----
 
-    def row(self, row: int) -> Costs:
-        """Bytes of one row."""
-        if row not in self._tables:
-            self._tables[row] = self._row(row)
-        return self._tables[row]
-
-    def _row(self, row: int) -> Costs:
-        family, row = divmod(row, len(self.instants))
-        at, late, returned = self._instant(row)
-        node, edge = dict[str, Floats](), dict[EdgeName, Floats]()
+    def events(self) -> Iterator[Event]:
+        """All that layers and edges hold. Of instants of one layer the first two are its own, the others returns."""
+        count, start, none = len(self.instants), self._start, range(0)
+        own = {i: range(start[i], start[i] + 2) for i in (self.index[name] for name in self.backward)}
         for name, i in self.index.items():
-            mine = self.layers[name]
-            total = mine.steady + ((mine.begin, mine.end, mine.update)[row] if row < 3 else 0)
-            start, end = self.span[name]
-            if i < at:
-                total = total + mine.saved * (~self.recomputed[name] | (start <= at < end))
-            elif at >= 0 and (i > at or returned):
-                total = total + mine.after
-            elif i == at:
-                total = total + (mine.gone if late else mine.held)
-            node[name] = total
-        if row == 3:
-            node[self.names[0]] = node[self.names[0]] + self.loss
-            if self.returned:  # is there until its loss is
-                last = self.layers[self.returned]
-                node[self.returned] = node[self.returned] + last.own * ~last.keeps
-        for (u, v, slot), (inside, before) in self.families[family].items():
-            i, (start, end) = self.index[v], self.span[v]
-            if i < at or (i == at and not late):
-                edge[u, v, slot] = inside if start <= at < end else before
-        for (u, v, slot), more in self.lasting.items():
-            if self.index[u] < at and (at < self.index[v] or (at == self.index[v] and late)):
-                edge[u, v, slot] = edge.get((u, v, slot), 0.0) + more
-        if returned:
-            edge[returned] = edge.get(returned, 0.0) + self._returned(returned)
-        return Costs(node, edge)
-
-    def _instant(self, row: int) -> tuple[int, bool, EdgeName | None]:
-        """The layer whose backward pass runs (-1: none, all: the loss), whether its inputs have gone, what returns."""
-        if row < len(ENDS):
-            return (len(self.names) if row == 3 else -1), False, None
-        row -= len(ENDS)
-        if row < 2 * len(self.backward):
-            return self.index[self.backward[row // 2]], bool(row % 2), None
-        returned = self.back[row - 2 * len(self.backward)]
-        return self.index[returned[1]], True, returned
-
-    def rows(self, choice: Mapping[str, int]) -> Floats:
-        """(R,) bytes of one choice."""
-        count, base = len(self.names), self.base
-        alive, here = np.zeros(count + 2), np.zeros((count, 2))  # from its layer on, by differences
-        ends, steady, after = np.zeros(3), 0.0, np.zeros(count + 1)
-        for name, i in self.index.items():
-            mine, variant = self.layers[name], choice[name]
-            steady += mine.steady[variant]
-            ends += (mine.begin[variant], mine.end[variant], mine.update[variant])
-            after[i], here[i] = mine.after[variant], (mine.held[variant], mine.gone[variant])
-            alive[i + 1] += mine.saved[variant]
-            if self.recomputed[name][variant]:
-                alive[self.span[name][1]] -= mine.saved[variant]
-        loss = self.loss
-        if self.returned:
-            last, variant = self.layers[self.returned], choice[self.returned]
-            loss += float(last.own[variant] * ~last.keeps[variant])
-        later, at = after[::-1].cumsum()[::-1], np.array([self.index[name] for name in self.backward], np.int64)
-        to = np.array([self.index[v] for _, v, _ in self.back], np.int64)
-        returned = np.array([self._returned(e)[base[e[0]][choice[e[0]]], base[e[1]][choice[e[1]]]] for e in self.back])
-        found = []
-        for edges in self.families:
-            saved, own, gone = alive.copy(), here.copy(), np.zeros(count)
-            for (u, v, _), more in self.lasting.items():
-                pair, i = (base[u][choice[u]], base[v][choice[v]]), self.index[v]
-                saved[self.index[u] + 1] += more[pair]
-                saved[i] -= more[pair]
-                own[i, 1] += more[pair]
-                gone[i] += more[pair]
-            for (u, v, _), (inside, before) in edges.items():
-                pair, i = (base[u][choice[u]], base[v][choice[v]]), self.index[v]
-                own[i, 0] += inside[pair]
-                saved[i + 1] += inside[pair]
-                saved[self.span[v][1]] += before[pair] - inside[pair]
-            saved = saved.cumsum()
-            layers = (saved[at] + later[at + 1])[:, None] + own[at]
-            back = saved[to] + later[to] + gone[to] + returned
-            found += [ends, saved[count : count + 1] + loss, layers.ravel(), back]
-        rows: Floats = np.concatenate(found) + steady
-        return rows
+            mine, again, (first, end) = self.layers[name], self.recomputed[name], self.span[name]
+            yield Event(name, mine.steady, 0, count)
+            for number, bytes_ in enumerate((mine.begin, mine.end, mine.update)):
+                yield Event(name, bytes_, number, number + 1)
+            yield Event(name, mine.saved * ~again, start[i + 1], count)
+            yield Event(name, mine.saved * again, start[max(i + 1, first)], start[max(i + 1, end)])
+            yield Event(name, mine.after, ENDS, start[i])
+            yield Event(name, mine.after, start[i] + len(own.get(i, none)), start[i + 1])
+            for number, bytes_ in zip(own.get(i, none), (mine.held, mine.gone), strict=False):
+                yield Event(name, bytes_, number, number + 1)
+        yield Event(self.names[0], np.full(len(self.configs[self.names[0]]), self.loss), count - 1, count)
+        if self.returned:  # is there until its loss is
+            last = self.layers[self.returned]
+            yield Event(self.returned, last.own * ~last.keeps, count - 1, count)
+        for edge, (inside, before) in self.claimed.items():
+            i, (_, end) = self.index[edge[1]], self.span[edge[1]]
+            yield Event(edge, inside, start[i], start[i] + len(own.get(i, none)) // 2)
+            yield Event(edge, inside, start[i + 1], start[max(i + 1, end)])
+            yield Event(edge, before, start[max(i + 1, end)], count)
+        for edge, more in self.lasting.items():
+            u, v = self.index[edge[0]], self.index[edge[1]]
+            yield Event(edge, more, start[u + 1], start[v])
+            yield Event(edge, more, start[v] + len(own.get(v, none)) // 2, start[v + 1])
+        for number, edge in self._back.items():
+            yield Event(edge, self._returned(edge), number, number + 1)
 
 
 def is_view(layer: Layer) -> bool:

@@ -16,7 +16,6 @@ from layerwise.cost.memory.allocations import (
     NOBODY,
     AllocationTracker,
     Devices,
-    MemoryKind,
     Ref,
     TransferStorage,
     devices_of,
@@ -46,13 +45,6 @@ def peak_bytes(model: CostModel, strategy: Strategy) -> Floats:
 def fullest_bytes(model: CostModel, strategy: Strategy) -> float:
     """The peak of the fullest device, scaled to the first device's memory, to which a limit applies."""
     return float((peak_bytes(model, strategy) * model.devices.memory_scale).max())
-
-
-def peak_by_kind(model: CostModel, strategy: Strategy) -> dict[MemoryKind, float]:
-    """Bytes of each kind at the peak of the fullest device; their sum is the maximum of `peak_bytes`."""
-    tracker = tracked(model, strategy, AllocationTracker(model.devices.count, by_kind=True))
-    device = int(tracker.peak.argmax())
-    return {kind: float(size[device]) for kind, size in tracker.peak_by_kind.items()}
 
 
 def tracked(model: CostModel, strategy: Strategy, tracker: Tracker, *observers: Effects) -> Tracker:

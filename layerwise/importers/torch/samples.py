@@ -37,7 +37,10 @@ class MixedSamplesError(LayerwiseError):
     def __init__(self, what: str, layer: str = "", as_long: Sequence[str] = ()) -> None:
         """as_long: inputs as long as the batch, some of which may be shared."""
         self.what, self.layer = what, layer
-        which = f" ({', '.join(as_long)} are as long as the batch: shared= names those that samples share, () none)"
+        which = (
+            f" ({', '.join(as_long)} are as long as the batch: ParallelOptions(shared=...) names those that samples "
+            "share, () none)"
+        )
         super().__init__(
             f"{f'layer {layer!r}' if layer else 'the model'} combines samples: {what}. layerwise needs independent "
             "samples, except in batch norms and losses; ParallelOptions(samples_together=True) also allows a layer "

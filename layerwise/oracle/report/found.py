@@ -1,4 +1,4 @@
-"""The oracle's report: epochs, iterations, what holds strategies back, and which to take; for people and programs."""
+"""The oracle's report: epochs, iterations, limits of strategies, and a suggestion; as text and as values."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from layerwise.oracle.runs import Compared, mean_accuracy
 from layerwise.quantities import duration, units
 from layerwise.report.content import Column, Lines, Marked, Part, Report, Table, filled
 
-MUCH = 0.05  # of an iteration, above which something is worth a line
-HIGH = 0.5  # of a capacity, likewise
+MUCH = 0.05  # of an iteration: more deserves a line
+HIGH = 0.5  # of a capacity: more deserves a line
 SHORT = {"spatial": "spa-\ntial", "channel": "chan-\nnel", "pipeline": "pipe-\nline", "layerwise": "layer-\nwise"}
 
 
@@ -33,7 +33,7 @@ def found(
     *,
     every: bool,
 ) -> Report:
-    """Everything. every: phases at every number of GPUs, and all findings."""
+    """The full report. every: phases at every number of GPUs, and all findings."""
     q = oracle.question
     about = f" on {q.profile.processor.name}, {batch_of(q)}, {samples:,} an epoch"
     parts: list[Part] = []
@@ -70,7 +70,7 @@ def _answered(oracle: Oracle, asked: Asked, samples: int, best: Answer | None, *
 
 
 def epochs_table(asked: Asked, counts: Sequence[int], samples: int, best: Answer | None, heading: str) -> Table:
-    """Time of an epoch, a row for each number of GPUs; `-` is out of reach, `!` over memory."""
+    """The time of an epoch, a row for each number of GPUs; `-` is out of reach, `!` exceeds memory."""
 
     def cell(answer: Answer | None) -> Marked:
         if answer is None:
@@ -90,7 +90,7 @@ def epochs_table(asked: Asked, counts: Sequence[int], samples: int, best: Answer
 
 
 def phases_table(answers: Sequence[Answer], capacity: float, best: Answer | None) -> Table:
-    """An iteration by phase, a row a strategy; phases that nobody has are left out."""
+    """An iteration by phase, a row for each strategy; empty phases are left out."""
     phases = [a.projection.phases for a in answers]
 
     def seconds(heading: str, key: str) -> Column:
@@ -112,18 +112,18 @@ def phases_table(answers: Sequence[Answer], capacity: float, best: Answer | None
 
 
 def statistics_lines(answers: Sequence[Answer]) -> Iterator[str]:
-    """A line on the cost of batch norm over the full batch, where that is much."""
+    """Yields a line on the cost of batch norm over the full batch, if it is large."""
     most = max((a.projection for a in answers), key=lambda p: p.phases.statistics_s / p.phases.total_s)
     if most.phases.statistics_s >= MUCH * most.phases.total_s:
         share = f"{units(most.phases.statistics_s, 's')} of {title(most.strategy)}"
         yield (
-            f"Batch norm's statistics of the whole batch are part of reduce, {share}: --local-batch-norm leaves them "
-            "out, as DistributedDataParallel does."
+            f"Batch norm's statistics over the full batch are part of reduce, {share}: --local-batch-norm leaves them "
+            "out, like DistributedDataParallel."
         )
 
 
 def split(a: Answer) -> str:
-    """`16 × {h=2, w=2}`: groups, and what is cut inside."""
+    """`16 × {h=2, w=2}`: groups, and the split inside."""
     p = a.projection
     groups, inside = p.groups
     if p.strategy == "pipeline":
@@ -138,7 +138,7 @@ def split(a: Answer) -> str:
 
 
 def findings_rows(oracle: Oracle, answers: Sequence[Answer], *, every: bool) -> Iterator[tuple[str, str, str]]:
-    """Rows of what holds each strategy back (the paper's table 6), with its number; by default only what is much."""
+    """Rows of what limits each strategy (the paper's table 6), with its number; by default only large ones."""
     for a in answers:
         total_s, name = a.projection.phases.total_s, title(a.projection.strategy)
         for f in oracle.findings(a):
@@ -148,20 +148,20 @@ def findings_rows(oracle: Oracle, answers: Sequence[Answer], *, every: bool) -> 
 
 
 def unreached_rows(asked: Asked) -> Iterator[tuple[str, str, str]]:
-    """Rows of strategies without an answer: one for each reason, whatever its numbers. Notes tell of layerwise."""
+    """Rows of strategies without an answer: one for each reason. Notes mention layerwise."""
     rows: dict[tuple[str, str], list[int]] = {}
     for (name, gpus), why in asked.reasons.items():
         if name not in ("serial", "layerwise"):
             rows.setdefault((name, re.sub(r"\d[\d,]*", "#", why)), []).append(gpus)
     for (name, _), counts in rows.items():
         why = asked.reasons[name, counts[0]]
-        if any(asked.reasons[name, count] != why for count in counts):  # the numbers are one's own
+        if any(asked.reasons[name, count] != why for count in counts):  # each number has its own reason
             why = f"on {counts[0]:,}: {why}"
         yield title(name), ", ".join(f"{count:,}" for count in counts), why
 
 
 def measured_table(compared: Sequence[Compared]) -> Table:
-    """Projection against measured runs."""
+    """Projections and measured runs, side by side."""
     abnormal = [Marked(f"ABNORMAL: {c.abnormal}" if c.abnormal else "", "bad") for c in compared]
     columns = [
         Column("strategy", cells=[title(c.run.strategy) for c in compared]),
@@ -178,7 +178,7 @@ def measured_table(compared: Sequence[Compared]) -> Table:
 
 
 def suggestion_lines(suggestion: Suggestion, samples: int, budget: Budget) -> Iterator[str]:
-    """Lines on what to take, the runner-up, the margin."""
+    """Yields lines on the suggestion, the runner-up and the margin."""
     limits = [
         *([f"at most {budget.gpus} GPUs"] if budget.gpus else []),
         *([f"{budget.memory_bytes / 2**30:g} GiB a device"] if budget.memory_bytes else []),
@@ -197,7 +197,7 @@ def suggestion_lines(suggestion: Suggestion, samples: int, budget: Budget) -> It
         yield f"{suggestion.gain:.3g}×, within the model's error ({100 * suggestion.error:.2g}%): {kept} kept."
     second, margin = suggestion.runner_up, suggestion.margin
     if second is None or margin is None:
-        yield "No other strategy keeps to this."
+        yield "No other strategy stays within these limits."
     else:
         more = f"{abs(margin):.1%} {'less' if margin < 0 else 'more'} {'GPU-hours' if budget.seconds else 'time'}"
         yield f"Runner-up: {_taken(second, samples)}: {more}."
@@ -213,15 +213,15 @@ def _taken(a: Answer, samples: int) -> str:
 
 
 TIMES_OF = (
-    "Times and memory are of layerwise.run on this machine, by the cost tables. Other software takes other times: "
-    "ParaDL's published V100 runs are of ChainerMNX (benchmarks.oracle)."
+    "Times and memory are predictions for layerwise.run on this machine. Other software differs: ParaDL's published "
+    "V100 runs used ChainerMNX (benchmarks.oracle)."
 )
 
 
 def as_dict(
     name: str, oracle: Oracle, asked: Asked, samples: int, suggestion: Suggestion | None, compared: Sequence[Compared]
 ) -> dict[str, Any]:
-    """Everything that the oracle says, for programs."""
+    """Everything in the report, as JSON values."""
     q = oracle.question
     capacity = q.profile.processor.memory_bytes
     measured = [

@@ -1,4 +1,4 @@
-"""Scaling curves: an epoch and the speed-up of every strategy over the GPUs; and, as a second figure, its phases."""
+"""Scaling curves: an epoch and the speed-up of every strategy over GPUs; and a second figure with its phases."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, which the colour-blind tell apart; and markers, as some curves lie on each other.
+# Okabe and Ito's colours, which colour-blind people can distinguish; and markers, as some curves coincide.
 COLORS = ("#000000", "#0072b2", "#56b4e9", "#d55e00", "#e69f00", "#999999", "#cc79a7", "#009e73", "#882255", "#7b3294")
 MARKERS = "osv^D<>Php"
 LOOKS = {name: (color, marker) for name, color, marker in zip(NAMES, COLORS, MARKERS, strict=True)}
-# What is sent in warm colours and green, what is computed in blue, batch norm's statistics black.
+# Communication in warm colours and green, computation in blue, batch norm's statistics in black.
 PHASE_COLORS = ("#0072b2", "#9cc3e6", "#d55e00", "#e69f00", "#009e73", "#cc79a7", "#999999")
 STATISTICS = ("statistics_s", "statistics", "#222222")  # a part of the phase `reduce_s`
 IDEAL, OVER = "#888888", "#b00020"
-ROUND_S = (  # seconds at which an axis has ticks: decades, round minutes and hours, decades of days
+ROUND_S = (  # tick positions: decades, round minutes and hours, decades of days
     *(digit * 10.0**power for power in range(-6, 0) for digit in (1, 2, 5)),
     *(1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 18000, 36000),
     *(digit * 86400 * 10.0**power for power in range(20) for digit in (1, 2, 5)),
 )
-COLUMNS = 2  # of panels in the figure of phases
+COLUMNS = 2  # panels in a row of the figure of phases
 WIDTH = 7.2  # inches: as wide as a page's text
 Row = Sequence[Answer | None]  # a strategy's answers at all numbers of GPUs
 
@@ -38,8 +38,8 @@ Row = Sequence[Answer | None]  # a strategy's answers at all numbers of GPUs
 def draw(question: Question, asked: Asked, samples: int, heading: str, compared: Sequence[Compared] = ()) -> Figure:
     """An epoch of `samples` samples, and the speed-up over one GPU, log-log, each with the ideal line.
 
-    The speed-up is of samples per second: where the batch grows with the GPUs (weak scaling), of larger steps. A run
-    that was measured is a full point, joined to its own projection, at its own batch.
+    The speed-up is in samples per second, so with weak scaling it is that of larger steps. A measured run is a full
+    point, joined to its own projection, at its own batch.
     """
     from matplotlib.figure import Figure
 
@@ -52,7 +52,7 @@ def draw(question: Question, asked: Asked, samples: int, heading: str, compared:
     speed.plot(ideal, ideal, "--", color=IDEAL, linewidth=1)
     for name, row in _rows(asked).items():
         most = max(gpus for gpus, a in zip(asked.gpus, row, strict=True) if a is not None)
-        label = title(name) if most == asked.gpus[-1] else f"{title(name)} (to {most:,})"  # where it ends first
+        label = title(name) if most == asked.gpus[-1] else f"{title(name)} (to {most:,})"  # it ends earlier
         _curve(epoch, name, asked.gpus, row, lambda a: a.epoch_s(samples), label)
         _curve(speed, name, asked.gpus, row, asked.speed_up)
     for c in compared:
@@ -82,11 +82,11 @@ def _rows(asked: Asked) -> dict[str, Row]:
 def _curve(
     axis: Axes, name: str, gpus: Sequence[int], row: Row, value: Callable[[Answer], float], label: str = ""
 ) -> None:
-    """A line over the GPUs, broken where there is no answer; a cross where memory does not do."""
+    """A line over the GPUs, broken where there is no answer; a cross marks too little memory."""
     color, marker = LOOKS[name]
     values = [nan if a is None else value(a) for a in row]
     style: dict[str, Any] = {"markersize": 4, "linewidth": 1.5}
-    if name == "layerwise":  # it may lie on another's: a ring around that
+    if name == "layerwise":  # it may coincide with another curve: a ring around that
         style = {"markersize": 11, "linewidth": 0, "markerfacecolor": "none", "markeredgewidth": 1.8, "zorder": 3}
     axis.plot(gpus, values, color=color, marker=marker, label=label, **style)
     over = [(p, value(a)) for p, a in zip(gpus, row, strict=True) if a is not None and not a.fits]
@@ -95,7 +95,7 @@ def _curve(
 
 
 def _pair(axis: Axes, c: Compared, values: Sequence[float]) -> None:
-    """A measured run and its projection; one that is out of line has a ring."""
+    """A measured run and its projection; an abnormal one has a ring."""
     color, marker = LOOKS[c.run.strategy]
     axis.plot([c.run.gpus] * 2, values, "-", color=color, linewidth=0.8)
     axis.plot([c.run.gpus], values[:1], marker, color=color, markersize=6)
@@ -119,7 +119,9 @@ def _axes(axis: Axes, counts: Sequence[int], heading: str) -> None:
 
 
 def draw_phases(question: Question, asked: Asked, heading: str) -> Figure:
-    """The phases of an iteration as shares of their sum, a panel a strategy, a bar a number of GPUs."""
+    """The phases of an iteration as fractions of their sum: a panel for each strategy, a bar for
+    each number of GPUs.
+    """
     from matplotlib.figure import Figure
 
     rows = _rows(asked)
@@ -142,7 +144,7 @@ def draw_phases(question: Question, asked: Asked, heading: str) -> Figure:
 
 
 def _apart(phases: Phases, key: str) -> float:
-    """Seconds of a phase, of `reduce_s` without batch norm's statistics, which are shown apart."""
+    """Seconds of a phase; for `reduce_s` without batch norm's statistics, which are shown separately."""
     return float(getattr(phases, key)) - (phases.statistics_s if key == "reduce_s" else 0.0)
 
 

@@ -181,7 +181,8 @@ class DataRun(Run):
         if any(norm.active for norm in self._norms):
             sizes = tuple(tuple(x.shape[1:]) for x in (*inputs, *named.values()) if isinstance(x, Tensor))
         fed, training = self._samples.given(inputs, named), self.training
-        batch_of_ranks = partial(Batch, self.plan, self.comm, fed, batch, sizes, as_planned=False, training=training)
+        planned = bool(self.plan.shares)  # unequal devices have unequal shares, by which they end together
+        batch_of_ranks = partial(Batch, self.plan, self.comm, fed, batch, sizes, as_planned=planned, training=training)
         alike, reducer = self._averaged.comparison, self._averaged.reducer
         step, shared = self.steps_done * training, self._samples.shared(inputs, named)
         return ModelCall(seed, batch_of_ranks(alike=alike, step=step, gradients=reducer, shared=shared))

@@ -35,12 +35,15 @@ def hardware() -> int:
     """Returns a number for this process's hardware: ranks with equal numbers compute the same bits
     from the same input.
     """
-    return _digest(f"{_processor()} {torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()}".encode())
+    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    gpu = torch.cuda.get_device_name() if used else ""
+    capability, threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
+    return _digest(f"{_processor()} {capability} {threads} {gpu}".encode())
 
 
 @cache
 def _processor() -> str:
-    """Returns the processor's name (the host's, if Linux does not tell). All ranks have the same kind of GPU."""
+    """Returns the processor's name (the host's, if Linux does not tell)."""
     try:
         with Path("/proc/cpuinfo").open(encoding="utf-8") as file:
             return next(line for line in file if line.startswith("model name"))

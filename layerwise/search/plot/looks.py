@@ -87,6 +87,15 @@ def paper(what: str, height: float, width: float = WIDTH) -> Figure:
     return Figure(figsize=(width, height), facecolor="white", layout="constrained")
 
 
+def plain(axes: Axes, x: str, y: str = "") -> None:
+    """Labels two axes, and takes the frame away where there is none."""
+    axes.set_xlabel(x, size=SMALL)
+    axes.set_ylabel(y, size=SMALL)
+    axes.tick_params(labelsize=SMALL)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
 def bare(axes: Axes) -> None:
     """Takes the frame and the ticks away."""
     axes.set_xticks([])
@@ -120,5 +129,4 @@ def cut(name: str, letters: int) -> str:
 
 def titled(candidate: Candidate) -> str:
     """`vgg16 on 16 × Tesla P100`."""
-    devices = candidate.model.devices
-    return words(f"{candidate.model.graph.name} on {devices.count} × {devices.processor.name}")
+    return words(f"{candidate.model.graph.name} on {candidate.model.devices.names}")

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from layerwise.cost.timeline.shares import HIDDEN
 from layerwise.quantities import units
 from layerwise.report.html import anchor
-from layerwise.search.plot.looks import CONFIGS, FONT, LEGEND, PARTS, SMALL, best_of, cut, paler, paper
+from layerwise.search.plot.looks import CONFIGS, FONT, LEGEND, PARTS, SMALL, best_of, cut, paler, paper, plain
 from layerwise.search.result import Candidate, SearchResult
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 BESIDE = ("beside computation (not in the step)", "#ffffff")
@@ -45,14 +44,6 @@ class SplitVolume(NamedTuple):
     labels: Sequence[str]
 
 
-def _plain(axes: Axes, x: str, y: str = "") -> None:
-    axes.set_xlabel(x, size=SMALL)
-    axes.set_ylabel(y, size=SMALL)
-    axes.tick_params(labelsize=SMALL)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-
-
 def _linked(bars: Any, keys: Sequence[str]) -> None:
     for bar, key in zip(bars, keys, strict=True):
         bar.set_url("#" + anchor(key))
@@ -71,7 +62,7 @@ def time_by_block(rows: Sequence[tuple[str, str, Mapping[str, float]]]) -> Figur
             left = [a + b for a, b in zip(left, ms, strict=True)]
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_yticks(range(len(rows)), [cut(title, 34) for title, *_ in rows])
-    _plain(axes, "ms of a step")
+    plain(axes, "ms of a step")
     figure.legend(loc="outside upper left", ncols=3, **LEGEND)
     return figure
 
@@ -134,7 +125,7 @@ def draw_timeline(rows: Rows) -> Figure:
             _linked(bars, [bar.layer for _, bar in spans])
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_yticks(range(len(rows)), [title for title, _ in rows])
-    _plain(axes, "ms")
+    plain(axes, "ms")
     figure.legend(loc="outside upper left", ncols=4, **LEGEND)
     return figure
 
@@ -157,7 +148,7 @@ def memory(instants: Sequence[str], kinds: Mapping[Any, Sequence[float]], fulles
     axes.annotate(text, (fullest, most), (0, 14), textcoords="offset points", arrowprops=arrow, **where)  # type: ignore[arg-type]
     axes.set_ylim(0, max(1.25 * most, 1.1 * limit_bytes / 1e9 * near))
     axes.set_xlim(0, max(len(instants) - 1, 1))
-    _plain(axes, "the step's instructions, in order", "GB")
+    plain(axes, "the step's instructions, in order", "GB")
     figure.legend(loc="outside upper left", ncols=4, **LEGEND)
     return figure
 
@@ -179,7 +170,7 @@ def time_and_memory(points: Points, curve: Points, limit_bytes: float) -> Figure
         axes.axvline(limit_bytes / 1e9, **LIMIT, label="limit")
     axes.set_ylim(0, 1.2e3 * max(s for *_, s in every))
     axes.margins(x=0.15)
-    _plain(axes, "GB of a device", "ms of a step")
+    plain(axes, "GB of a device", "ms of a step")
     if axes.get_legend_handles_labels()[0]:
         figure.legend(loc="outside upper left", ncols=2, **LEGEND)
     return figure
@@ -206,5 +197,5 @@ def boxes(space: SplitVolume) -> Figure:
     axes.set_xlim(-0.02 * across, 1.02 * across)
     axes.set_ylim(1.02 * down, -0.02 * down)
     axes.set_aspect("equal")
-    _plain(axes, x_label, y_label)
+    plain(axes, x_label, y_label)
     return figure

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ import numpy as np
 from layerwise.config import Config
 from layerwise.errors import LayerwiseError
 from layerwise.quantities import units
-from layerwise.search.plot.looks import FONT, SMALL, cut, of_block, paper, titled, words
+from layerwise.search.plot.looks import FONT, SMALL, cut, of_block, paper, plain, titled, words
 from layerwise.search.result import SearchResult
 
 if TYPE_CHECKING:
@@ -67,7 +68,9 @@ def costs(result: SearchResult, block: str = "") -> Figure:
     values = np.array([[run[0][1].get(config, np.nan) for config in columns] for run in merged])
     figure = paper("the heat map of costs", CELL * len(merged) + 1.9, max(0.24 * len(columns) + 2.8, 5.0))
     axes = figure.add_subplot()
-    _heat(figure, axes, values, "t_C + t_S over the layer's least, ×")
+    top = max(2.0, min(float(np.nanmax(values)), WORST))
+    inside = [t for t in ((1, 2, 4, 8, 16, 32) if top > 4 else (1, 1.2, 1.5, 2, 3, 4)) if t < top / 1.2]
+    _heat(figure, axes, values, {t: f"{t:.2g}" for t in (*inside, top)}, "t_C + t_S over the layer's least, ×")
     for y, run in enumerate(merged):
         if run[0][2] in columns:
             _ring(axes, columns.index(run[0][2]), y)
@@ -91,15 +94,15 @@ def _ring(axes: Axes, x: float, y: float) -> None:
     axes.plot([x], [y], "o", markersize=8, markerfacecolor="none", markeredgecolor="white", markeredgewidth=1.2)
 
 
-def _heat(figure: Figure, axes: Axes, values: Floats, label: str) -> None:
-    """Ratios from 1 on, on a logarithmic scale that people who see no colours read, too."""
+def _heat(figure: Figure, axes: Axes, values: Floats, ticks: Mapping[float, str], label: str = "") -> None:
+    """Numbers above 0 on a logarithmic scale that people who see no colours read, too: between the ends of `ticks`."""
     from matplotlib.colors import LogNorm
 
-    top = max(2.0, min(float(np.nanmax(values)), WORST))
-    shown_at = axes.imshow(values, cmap="cividis_r", norm=LogNorm(1, top, clip=True), aspect="auto")
-    ticks = [tick for tick in ((1, 2, 4, 8, 16, 32) if top > 4 else (1, 1.2, 1.5, 2, 3, 4)) if tick <= top]
-    bar = figure.colorbar(shown_at, ax=axes, pad=0.02, aspect=25, shrink=0.9)
-    bar.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
+    norm, shown_at = LogNorm(min(ticks), max(ticks), clip=True), np.where(values > 0, values, np.nan)
+    bar = figure.colorbar(
+        axes.imshow(shown_at, cmap="cividis_r", norm=norm, aspect="auto"), ax=axes, pad=0.02, aspect=25, shrink=0.9
+    )
+    bar.set_ticks(list(ticks), labels=list(ticks.values()))
     bar.ax.minorticks_off()
     bar.ax.tick_params(labelsize=SMALL)
     bar.set_label(label, size=SMALL)
@@ -145,7 +148,10 @@ def transfers(result: SearchResult, edge: tuple[str, str]) -> Figure:
     values = 1e3 * table[np.ix_(*kept)]
     figure = paper("the heat map of transfers", CELL * len(kept[0]) + 2.0, max(0.24 * len(kept[1]) + 2.4, 5.0))
     axes = figure.add_subplot()
-    _milliseconds(figure, axes, values)
+    some = values[values > 0]
+    low, high = (float(some.min()), float(some.max())) if some.size else (1.0, 2.0)
+    powers = [t for power in range(-6, 6) for t in (10.0**power, 3 * 10.0**power) if 1.3 * low < t < high / 1.3]
+    _heat(figure, axes, values, {t: units(t / 1e3, "s") for t in (low, *powers, max(high, 1.01 * low))})
     for axis, (ticks, label) in enumerate(zip((axes.set_yticks, axes.set_xticks), edge, strict=True)):
         texts = [_written(tables.configs[label][i]) for i in kept[axis]]
         ticks(range(len(texts)), texts, size=SMALL, rotation=90 * axis)
@@ -161,22 +167,6 @@ def transfers(result: SearchResult, edge: tuple[str, str]) -> Figure:
 def _edges_of(result: SearchResult, edge: tuple[str, str]) -> str:
     targets = [v for u, v, _ in result.tables.transfer if u == edge[0]]
     return f"{edge[0]!r} feeds {', '.join(targets)}" if targets else f"nothing is fed by {edge[0]!r}"
-
-
-def _milliseconds(figure: Figure, axes: Axes, values: Floats) -> None:
-    """Times on a logarithmic scale; white is none."""
-    from matplotlib.colors import LogNorm
-
-    some = values[values > 0]
-    low, high = (float(some.min()), float(some.max())) if some.size else (1.0, 2.0)
-    norm = LogNorm(low, max(high, 1.01 * low))
-    drawn = axes.imshow(np.where(values > 0, values, np.nan), cmap="cividis_r", norm=norm, aspect="auto")
-    bar = figure.colorbar(drawn, ax=axes, pad=0.02, aspect=25, shrink=0.9)
-    ticks = [t for power in range(-6, 6) for t in (10.0**power, 3 * 10.0**power) if low <= t <= high]
-    bar.set_ticks(ticks or [low, high], labels=[units(t / 1e3, "s") for t in ticks or [low, high]])
-    bar.ax.minorticks_off()
-    bar.ax.tick_params(labelsize=SMALL)
-    axes.tick_params(which="both", length=0)
 
 
 def regret(result: SearchResult, block: str = "") -> Figure:
@@ -217,10 +207,7 @@ def regret(result: SearchResult, block: str = "") -> Figure:
     axes.set_xlim(low, high)
     axes.set_ylim(len(found) - 0.4, -0.6)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}%")
-    axes.tick_params(labelsize=SMALL)
     axes.set_yticks(range(len(found)), [cut(name, NAME) for name in found])
-    axes.set_xlabel("more time by equation 1 with the second best", size=SMALL)
+    plain(axes, "more time by equation 1 with the second best")
     axes.set_title(titled(result.best), size=FONT)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
     return figure

@@ -28,8 +28,6 @@ class Problem:
     row: Callable[[int], Costs]  # bytes
     rows: Callable[[Choice], Floats]  # (R,) bytes of one choice in every row
     peak: Callable[[Choice], float]  # bytes, simulated: what must fit
-    # With more rows, which are near the peak of a choice. What numbers the rows have stays as it is.
-    nearer: Callable[[Choice], Problem] | None = None
 
     def cost(self, choice: Choice) -> float:
         """Seconds of one choice."""

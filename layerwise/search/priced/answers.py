@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 from layerwise.search.priced.variants import Strategy
 from layerwise.search.solve.narrow import SLACK
-
-T = TypeVar("T")  # what has a peak
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +35,10 @@ class Within:
 
 
 @dataclass(frozen=True, slots=True)
-class Least(Generic[T]):
-    """The least memory of all choices, or strategies."""
+class Least:
+    """The least memory of all strategies."""
 
-    best: T
+    best: Strategy
     bytes: float  # its true peak
     lower_bound_bytes: float
 

@@ -3,7 +3,7 @@
 With a price on each row that is exceeded the problem is additive, so elimination solves it: a lower bound of the time
 of all that fits, and a choice. The best prices come from the choices met so far (`priced.prices`). What was met is
 looked at in the order of its time. Where rows are within the limit and the simulated peak is not, the rows' limit is
-lowered by what they miss, and rows are added that are near such a choice.
+lowered by what they miss.
 """
 
 from __future__ import annotations
@@ -22,24 +22,12 @@ from layerwise.search.priced.prices import DEAREST, SHARE, Prices, best_prices, 
 from layerwise.search.solve.narrow import SLACK
 
 LOOKS = 4  # of what eliminations have met, those whose peaks are simulated
-NEARER = 3  # times that rows are added, near a choice that does not fit
-GAP = 0.002  # nearer to its bound, no rows are added
-CASES = 48  # divided at most
-NEAR = 0.005  # of the best: a bound that is nearer is near enough
-FEW = 16  # layers of which there are cases
+GAP = 0.002  # nearer to its bound, it is not made faster
+FEW = 16  # layers
+CASES = (48, 12)  # divided at most: of few layers, of more
+NEAR = (0.005, 0.01)  # of the best: a bound that is nearer is near enough; likewise
 TIGHTER = 6  # rounds with a limit that is lower by what rows are below peaks
-FACTORS = (
-    0.3,
-    0.5,
-    0.7,
-    0.85,
-    0.95,
-    1.05,
-    1.2,
-    1.5,
-    2.0,
-    4.0,
-)  # of the best prices, for other choices
+FACTORS = (0.3, 0.5, 0.7, 0.85, 0.95, 1.05, 1.2, 1.5, 2.0, 4.0)  # of the best prices, for other choices
 
 
 class Seen:
@@ -69,17 +57,13 @@ class Seen:
             if least.bound > self.limit * SLACK:
                 return replace(prices, bound=np.inf)
             best = prices = replace(prices, met=least.met, solved=least.solved)
-        for more in range(NEARER + 1):
-            prices = self._tighten(prices, minimise)
-            choice = self._misfit(prices) or self.best
-            if more == NEARER or choice is None or self.cost <= best.bound * (1 + GAP) or not self.problem.nearer:
+        target = self.limit
+        for _ in range(TIGHTER):
+            lower = self._look(prices, target)
+            if not 0 < lower < target:
                 break
-            nearer = self.problem.nearer(choice)
-            if nearer.rows(choice).max() <= self.problem.rows(choice).max() * (1 + GAP):
-                break
-            self.problem = nearer
-            prices = best_prices(nearer, self.limit, minimise, prices.over(nearer))
-            best = prices if prices.bound > best.bound else best
+            target = lower
+            prices = best_prices(self.problem, target, minimise, prices)
         return replace(best, met=prices.met, solved=prices.solved)
 
     def cases(self, prices: Prices, minimise: Minimise) -> float:
@@ -87,12 +71,13 @@ class Seen:
 
         The least bound of all cases is the bound; the case that has it is divided next, until it is near the best.
         """
+        many = len(self.problem.base) > FEW
         # What a case leaves out costs more than any price makes what does not fit (`prices.DEAREST`).
         tables = (*self.problem.time.node.values(), *self.problem.time.edge.values())
         most, number = DEAREST**2 * max(sum(float(table.max()) for table in tables), 1e-30), count()
         cases: list[tuple[float, int, Problem, Prices]] = [(prices.bound, next(number), self.problem, prices)]
-        for _ in range(CASES):
-            if not cases or cases[0][0] * (1 + NEAR) >= self.cost:
+        for _ in range(CASES[many]):
+            if not cases or cases[0][0] * (1 + NEAR[many]) >= self.cost:
                 break
             bound, _, problem, prices = cases[0]
             lighter = self._lighter(problem, prices) or self._another(problem, prices, most)
@@ -146,22 +131,6 @@ class Seen:
             if self.problem.cost(choice) < self.cost and self.problem.rows(choice).max() <= self.limit:
                 self.peak(choice)
         return found
-
-    def _tighten(self, prices: Prices, minimise: Minimise) -> Prices:
-        target = self.limit
-        for _ in range(TIGHTER):
-            lower = self._look(prices, target)
-            if not 0 < lower < target:
-                break
-            target = lower
-            prices = best_prices(self.problem, target, minimise, prices)
-        return prices
-
-    def _misfit(self, prices: Prices) -> Choice | None:
-        """The fastest that was met of which all rows are within the limit, and the peak is not."""
-        met = [m for m in prices.met if m.cost < self.cost and m.rows.max() <= self.limit]
-        best = min(met, key=lambda m: m.cost, default=None)
-        return None if best is None or self.peak(best.choice) <= self.limit else best.choice
 
     def _look(self, prices: Prices, target: float) -> float:
         """Simulates peaks until one fits. Returns the limit less what the first one's rows miss; inf where it fits."""

@@ -11,16 +11,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TypeVar, get_args
 
 import numpy as np
 
-from layerwise.config import States
+from layerwise.config import Config
 from layerwise.cost.additive import Choice, Costs
-from layerwise.cost.memory.rows import ByteRows, is_view
+from layerwise.cost.memory.rows import ByteRows, byte_rows, is_view
 from layerwise.cost.memory.step import fullest_bytes
 from layerwise.cost.model import Configs, CostModel, EdgeName, Progress
-from layerwise.geometry.arrays import Floats, Mask
+from layerwise.geometry.arrays import Floats, Ints, Mask
 from layerwise.search.priced.additive import (
     Minimise,
     Problem,
@@ -31,7 +30,6 @@ from layerwise.search.priced.additive import (
     possible,
 )  # fmt: skip
 from layerwise.search.priced.answers import Least, MemoryPrice, Within
-from layerwise.search.priced.choose import FEW as FEW_LAYERS
 from layerwise.search.priced.choose import GAP, LOOKS, Seen
 from layerwise.search.priced.moves import PEAKS, STARTS, Moves, lightest
 from layerwise.search.priced.prices import Prices, least_rows
@@ -40,7 +38,6 @@ from layerwise.search.solve.eliminate import sums_of
 from layerwise.search.solve.narrow import PAYS, SLACK, exact_costs, node_costs, rough_tables
 
 Met = tuple[Sequence[Strategy], Sequence[int]]  # what was met, and the rows that were looked at
-T = TypeVar("T")  # what has a peak
 WORK = 5e6  # sums of an elimination
 CLOSE = 0.005  # of a bound: what is nearer needs no better one
 NEAR = 0.002  # of a bound: what is nearer is looked at, whatever elimination takes
@@ -54,13 +51,12 @@ def fastest_within(
     kinds: Mapping[str, object],
     known: Sequence[Choice] = (),
     known_s: tuple[float, float] = (-np.inf, np.inf),
-    plainer: Mapping[str, Mapping[int, int]] | None = None,
     start: Prices | None = None,
 ) -> tuple[Seen, Prices, float]:
     """Looks for the fastest choice whose peak is within `limit` bytes: what was seen, the prices, a bound of all.
 
     kinds: of each layer, equal for equal layers. known: choices to begin with. known_s: a bound of all that fit, and
-    seconds that all take at least that are not in the problem. plainer: see `Moves.plain`. start: see `best_prices`.
+    seconds that all take at least that are not in the problem. start: see `best_prices`.
     """
     seen = Seen(problem, limit)
     for choice in known:
@@ -73,20 +69,40 @@ def fastest_within(
         if seen.cost > bound * (1 + GAP):
             moves.repair(prices.exceeding(limit)[:STARTS])
         moves.improve(bound)
-        if len(problem.base) <= FEW_LAYERS:
-            bound = max(bound, min(seen.cases(prices, minimise), others))
-        moves.plain(plainer or {name: {} for name in problem.base})
+        bound = max(bound, min(seen.cases(prices, minimise), others))
     return seen, prices, min(bound, seen.cost)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tables:
+    """The variants of a space, their seconds, and their bytes."""
+
+    space: Variants
+    time: Costs
+    rows: ByteRows
+
+    def restrict(self, keep: Mapping[str, Mask]) -> _Tables:
+        """The tables of the variants that are kept."""
+        few, bases = self.space.restrict(keep), dict[str, Ints]()
+        for name, these in few.bases.items():
+            place = {config: i for i, config in enumerate(self.space.bases[name])}
+            bases[name] = np.array([place[config] for config in these], np.int64)
+        return _Tables(few, self.time.restrict(keep, bases), self.rows.restrict(keep, bases, few.base))
 
 
 @dataclass(frozen=True, slots=True)
 class _Left:
     """What is left of a space, the best that was seen of it, the prices, and seconds that all take that fit."""
 
-    space: Variants
+    tables: _Tables
     seen: Seen
     prices: Prices
     lower_s: float
+
+    @property
+    def space(self) -> Variants:
+        """The variants."""
+        return self.tables.space
 
     @property
     def met(self) -> Met:
@@ -146,11 +162,11 @@ class LimitedSearch:
         """The best strategies whose peak is at most `limit` bytes. known: strategies over `cells` to begin with."""
         begun = self._begun(limit, known)
         hand = next(iter(begun.fitting), None)
-        if hand is None and self._bytes_alone[1].bound > limit * SLACK:
+        if hand is None and self._bytes_alone[2].bound > limit * SLACK:
             return Within(limit, (), np.inf, np.inf, (), 0)
         space = Variants.of(self._cells_within(np.inf if hand is None else self.cost(hand)), self.forms)
-        node, transfer = node_costs(self.model, space.configs), rough_tables(self.model, space.bases, self.progress)
-        left = self._left(limit, space, Costs(node, transfer.transfer), hand, begun.met)
+        tables = self._tables(space, rough_tables(self.model, space.bases, self.progress).transfer)
+        left = self._left(limit, tables, hand, begun.met)
         if left.prices.bound == np.inf:
             return Within(limit, tuple(left.fitting), left.seen.cost, left.seen.cost, (), 0)
         lower_s = left.lower_s
@@ -159,42 +175,35 @@ class LimitedSearch:
             if not within.strategies or within.lower_bound_s * (1 + CLOSE) >= within.cost_s:
                 return within
             gained = within.cost_s < left.seen.cost * (1 - GAP)
-            left = self._left(limit, left.space, left.seen.problem.time, within.strategies[0], left.met)
+            left = self._left(limit, left.tables, within.strategies[0], left.met)
             lower_s = min(max(within.lower_bound_s, left.lower_s), within.cost_s)
             if not gained or left.prices.bound == np.inf:
                 return replace(within, lower_bound_s=lower_s)
 
-    def _left(self, limit: float, space: Variants, costs: Costs, hand: Strategy | None, met: Met) -> _Left:
+    def _left(self, limit: float, tables: _Tables, hand: Strategy | None, met: Met) -> _Left:
         """The variants that a choice can have that fits and is faster than what is in hand.
 
-        What goes makes the bound of what is left larger, so more may go. costs: with transfers that may be bounds.
-        met: to begin with.
+        What goes makes the bound of what is left larger, so more may go. tables: with transfers that may be
+        bounds. met: to begin with.
         """
         lower_s, (strategies, rows) = -np.inf, met
         while True:
-            problem = self._problem(space, ByteRows(self.model, space.configs, space.base), costs.node, costs.edge)
+            space, problem = tables.space, self._problem(tables)
             seen = Seen(problem, limit, partial(self._cost_of, space))
             if hand is not None:
                 seen.peak(space.choice(hand))
             prices = seen.choose(by_messages, Prices.warm(problem, space.choices(strategies), rows))
             lower_s = max(lower_s, min(prices.bound, seen.cost))
-            left = _Left(space, seen, prices, lower_s)
+            left = _Left(tables, seen, prices, lower_s)
             hand = next(iter(left.fitting), None)
             if prices.bound == np.inf:
                 return left
             keep, _ = left.promising(self.edges)
             if not all(mask.any() for mask in keep.values()):
                 return replace(left, prices=replace(prices, bound=np.inf), lower_s=seen.cost)
-            few = space.restrict(keep)
-            if sum(map(len, few.configs.values())) > PAYS * sum(map(len, space.configs.values())):
+            if sum(int(mask.sum()) for mask in keep.values()) > PAYS * sum(map(len, space.configs.values())):
                 return left
-            place = {name: {config: i for i, config in enumerate(these)} for name, these in space.bases.items()}
-            which = {name: [place[name][config] for config in these] for name, these in few.bases.items()}
-            costs = Costs(
-                {name: cost[keep[name]] for name, cost in costs.node.items()},
-                {edge: table[np.ix_(which[edge[0]], which[edge[1]])] for edge, table in costs.edge.items()},
-            )
-            space, (strategies, rows) = few, left.met
+            tables, (strategies, rows) = tables.restrict(keep), left.met
 
     def _cost_of(self, space: Variants, choice: Choice) -> float:
         return self.cost(space.strategy(choice))
@@ -202,36 +211,36 @@ class LimitedSearch:
     def _exactly(self, limit: float, left: _Left, lower_s: float) -> Within:
         """The answer of what is promising, with transfers as they are. lower_s: seconds that all take that fit."""
         keep, below = left.promising(self.edges, WORK)
-        space = left.space.restrict(keep)
-        node = {name: cost[keep[name]] for name, cost in left.seen.problem.time.node.items()}
-        rows = ByteRows(self.model, space.configs, space.base)
-        problem = self._problem(space, rows, node, self.model.tables(space.bases, self.progress).transfer)
+        few = left.tables.restrict(keep)
+        space, transfer = few.space, self.model.tables(few.space.bases, self.progress).transfer
+        problem = self._problem(replace(few, time=Costs(few.time.node, transfer)))
         kinds = self._kinds(space)
         begin, known_s = space.choices(left.fitting), (lower_s, below)
         met, looked_at = left.met
-        start, plainer = Prices.warm(problem, space.choices(met), looked_at), self._plainer(space)
-        seen, prices, bound = fastest_within(problem, limit, self.minimise, kinds, begin, known_s, plainer, start)
-        found = ([] if seen.best is None else [space.strategy(seen.best)]) + left.fitting
+        start = Prices.warm(problem, space.choices(met), looked_at)
+        seen, prices, bound = fastest_within(problem, limit, self.minimise, kinds, begin, known_s, start)
+        found = ([] if seen.best is None else [self._plain(limit, space.strategy(seen.best))]) + left.fitting
         strategies = sorted({tuple(s.values()): s for s in found}.values(), key=self.cost)
         cost, price = min(map(self.cost, strategies), default=np.inf), prices.price
         dearest = sorted(price.items(), key=lambda row: -row[1])
-        names = [rows.instants[row % len(rows.instants)] for row, _ in dearest]
-        told = tuple(MemoryPrice(name, 0, seconds) for name, (_, seconds) in zip(names, dearest, strict=True))
+        told = tuple(MemoryPrice(few.rows.instants[row], 0, seconds) for row, seconds in dearest)
         return Within(limit, tuple(strategies), cost, min(cost, bound), told, sum(map(len, space.configs.values())))
 
-    def least(self, known: Sequence[Strategy], wanted: float = 0.0) -> Least[Strategy]:
+    def least(self, known: Sequence[Strategy], wanted: float = 0.0) -> Least:
         """The least memory of all strategies. known: strategies over `cells` to begin with.
 
         wanted: bytes at which it ends; where it is proven that none needs so few, it is not looked for closely.
         """
-        (space, problem), game = self._bytes_alone
+        tables, problem, game = self._bytes_alone
+        space = tables.space
         formed = [space.choice(form) for strategy in known for form in self.formed(strategy)]
         bound, begin = game.bound, [*formed, *(met.choice for met in game.lightest(LOOKS))]
         best, size = lightest(problem, begin, wanted, PEAKS if bound <= wanted * SLACK or not wanted else FEW)
         if bound < size and (bound <= wanted * SLACK or not wanted):
-            small = space.restrict(possible(space.base, game.mixed(size)))
-            few = self._memory_alone(small)
-            closer = least_rows(few, self.minimise if self._work(small) <= WORK else by_messages)
+            tables = tables.restrict(possible(space.base, game.mixed(size)))
+            small, few = tables.space, self._problem(tables)
+            work = sums_of({name: len(these) for name, these in small.bases.items()}, self.edges)
+            closer = least_rows(few, self.minimise if work <= WORK else by_messages)
             begin = [*small.choices([space.strategy(best)]), *(met.choice for met in closer.lightest(LOOKS))]
             other, fewer = lightest(few, begin, max(wanted, closer.bound))
             bound = max(bound, closer.bound)
@@ -240,21 +249,20 @@ class LimitedSearch:
         return Least(space.strategy(best), size, min(max(bound, 0.0), size))
 
     @cached_property
-    def _bytes_alone(self) -> tuple[tuple[Variants, Problem], Prices]:
+    def _bytes_alone(self) -> tuple[_Tables, Problem, Prices]:
         """All variants, the problem in which time does not matter, and a bound of the least memory."""
         space = Variants.of(self.cells, self.forms)
-        problem = self._memory_alone(space)
-        return (space, problem), least_rows(problem, by_messages)
+        nothing = {name: np.zeros(len(configs)) for name, configs in space.configs.items()}
+        edges = {e: np.zeros((len(space.bases[e[0]]), len(space.bases[e[1]]))) for e in self.model.graph.edges()}
+        tables = _Tables(space, Costs(nothing, edges), byte_rows(self.model, space.configs, space.base))
+        problem = self._problem(tables)
+        return tables, problem, least_rows(problem, by_messages)
 
     def formed(self, strategy: Strategy) -> list[Strategy]:
         """The strategy in each form that is offered, on all layers for which it means anything."""
         forms = self.forms
         every = [{name: forms.of_layer(name, c, form) for name, c in strategy.items()} for form in forms.offered]
         return list({tuple(strategy.values()): strategy for strategy in every}.values())
-
-    def _work(self, space: Variants) -> float:
-        """The sums that an elimination forms."""
-        return sums_of({name: len(these) for name, these in space.bases.items()}, self.edges)
 
     def peak(self, strategy: Strategy) -> float:
         """Bytes of the fullest device."""
@@ -264,59 +272,52 @@ class LimitedSearch:
         """Equation 1."""
         return self.model.once(("equation 1", *strategy.values()), lambda: sum(exact_costs(self.model, [strategy])[0]))
 
-    def _problem(
-        self, space: Variants, rows: ByteRows, node: Mapping[str, Floats], transfer: Mapping[EdgeName, Floats]
-    ) -> Problem:
-        transfer = dict(transfer)
+    def _tables(self, space: Variants, transfer: Mapping[EdgeName, Floats]) -> _Tables:
+        time = Costs(node_costs(self.model, space.configs), transfer)
+        return _Tables(space, time, byte_rows(self.model, space.configs, space.base))
+
+    def _problem(self, tables: _Tables) -> Problem:
+        space, node, transfer = tables.space, tables.time.node, dict(tables.time.edge)
         for u, v in self._views:  # a view alone is recomputed in vain, which rows cannot tell
             again = [np.array([config.recompute for config in space.bases[name]], np.bool_) for name in (u, v)]
             dear = sum(float(cost.max()) for cost in node.values())
             transfer[u, v, 0] = transfer[u, v, 0] + dear * (~again[0][:, None] & again[1][None])
 
-        def over(rows: ByteRows) -> Problem:
-            def peak(choice: dict[str, int]) -> float:
-                return self.peak(space.strategy(choice))
+        def peak(choice: dict[str, int]) -> float:
+            return self.peak(space.strategy(choice))
 
-            return Problem(
-                Costs(node, transfer), space.base, rows.row, rows.rows, peak, lambda choice: over(rows.near(choice))
-            )
-
-        return over(rows)
-
-    def _memory_alone(self, space: Variants) -> Problem:
-        """The problem in which time does not matter."""
-        nothing = {name: np.zeros(len(configs)) for name, configs in space.configs.items()}
-        edges = {e: np.zeros((len(space.bases[e[0]]), len(space.bases[e[1]]))) for e in self.model.graph.edges()}
-        return self._problem(space, ByteRows(self.model, space.configs, space.base), nothing, edges)
+        return Problem(Costs(node, transfer), space.base, tables.rows.row, tables.rows.rows, peak)
 
     def _kinds(self, space: Variants) -> dict[str, object]:
         """Of each layer a key, equal for equal layers of equal variants."""
         return {n: (self.model.kind(self.model.graph[n]), configs) for n, configs in space.configs.items()}
 
-    def _plainer(self, space: Variants) -> dict[str, dict[int, int]]:
-        """Of each layer, by each variant the plainest of the same cells, where that is another."""
-        found = {}
-        for name, configs in space.configs.items():
-            place, layer = {config: i for i, config in enumerate(configs)}, dict[int, int]()
-            for i, config in enumerate(configs):
-                forms = [
-                    config.saving(recompute=recompute, states=states)
-                    for recompute in (False, True)[: 1 + config.recompute]
-                    for states in get_args(States)[: 1 + get_args(States).index(config.states)]
-                ]
-                plain = next(form for form in forms if form in place)
-                if plain != config:
-                    layer[i] = place[plain]
-            found[name] = layer
-        return found
+    def _plain(self, limit: float, strategy: Strategy) -> Strategy:
+        """The strategy without forms that save memory in vain: of equal layers together, where that takes no longer."""
+        groups = dict[tuple[int, Config], list[str]]()
+        for name, config in strategy.items():
+            if name not in self.forms.fixed:
+                groups.setdefault((self.model.kind(self.model.graph[name]), config), []).append(name)
+        for (_, config), names in groups.items():
+            recompute, states = config.recompute, config.states
+            for plain in (
+                config.cells,
+                config.saving(recompute=False, states=states),
+                config.saving(recompute=recompute, states="replicated"),
+            ):
+                other = {**strategy, **dict.fromkeys(names, plain)}
+                if plain != config and self.cost(other) <= self.cost(strategy) * SLACK and self.peak(other) <= limit:
+                    strategy = other
+                    break
+        return strategy
 
     def _begun(self, limit: float, known: Sequence[Strategy]) -> _Left:
         """A fast strategy that fits, of the cells of those that are known, in whatever forms, if there is one."""
         kept = self.forms.fixed
         cells = {n: tuple(dict.fromkeys(s[n] if n in kept else s[n].cells for s in known)) for n in self.cells}
         space = Variants.of(cells, self.forms)
-        node, transfer = node_costs(self.model, space.configs), self.model.tables(space.bases).transfer
-        problem = self._problem(space, ByteRows(self.model, space.configs, space.base), node, transfer)
+        tables = self._tables(space, self.model.tables(space.bases).transfer)
+        problem = self._problem(tables)
         seen = Seen(problem, limit)
         prices = seen.choose(self.minimise)
         if prices.bound < np.inf and seen.cost > prices.bound * (1 + GAP):
@@ -325,7 +326,7 @@ class LimitedSearch:
         for choice in sorted(formed, key=problem.cost):
             if seen.best is None and problem.rows(choice).max() <= limit:
                 seen.peak(choice)
-        return _Left(space, seen, prices, -np.inf)
+        return _Left(tables, seen, prices, -np.inf)
 
     def _cells_within(self, upper: float) -> Configs:
         """The cells that a strategy of at most this cost can have, in whatever form."""
@@ -333,15 +334,15 @@ class LimitedSearch:
         kept = tuple(form for form in self.forms.offered if not form[0])  # to be recomputed costs more
         forms = replace(self.forms, offered=kept)
         for watched in ((0,), None) if np.isfinite(upper) else ():  # as in `narrow`
-            tables = (
-                self.model.tables(cells, self.progress, watched)
-                if watched
-                else rough_tables(self.model, cells, self.progress)
-            )
-            space = Variants.of(cells, forms)
-            node = node_costs(self.model, space.configs)
-            own = {name: least_by_base(cost, space.cell[name])[0] for name, cost in node.items()}
+            model, progress, own = self.model, self.progress, dict[str, Floats]()
+            for name, these in cells.items():
+                formed = forms.of_layers(name, these)
+                cost = model.node_cost(model.graph[name], tuple(formed)).total
+                own[name] = least_by_base(cost, np.array(list(formed.values())))[0]
+            tables = model.tables(cells, progress, watched) if watched else rough_tables(model, cells, progress)
             lower = lower_bounds(Costs(own, tables.transfer), {name: np.arange(len(c)) for name, c in cells.items()})
-            keep = {name: lower_s <= upper * SLACK for name, lower_s in lower.items()}
-            cells = {n: tuple(c for c, k in zip(these, keep[n], strict=True) if k) for n, these in cells.items()}
+            cells = {
+                name: tuple(c for c, least in zip(these, lower[name].tolist(), strict=True) if least <= upper * SLACK)
+                for name, these in cells.items()
+            }
         return cells

@@ -69,22 +69,6 @@ class Moves:
             while better is not None and self.left > 0 and seen.cost > lower * (1 + GAP):
                 choice, better = better, self._better(better)
 
-    def plain(self, plainer: Mapping[str, Mapping[int, int]]) -> None:
-        """Undoes, of the best, forms that save memory in vain: equal layers together, where that takes no longer.
-
-        plainer: of each layer, the variant without the form by each variant with one.
-        """
-        for group in self._equal(self.seen.best or {}):
-            best = self.seen.best
-            assert best is not None
-            move = {name: plainer[name][best[name]] for name in group if best[name] in plainer[name]}
-            if (
-                move
-                and self._change(self.problem.time, best, move) <= LEAST * self.seen.cost
-                and self.seen.peak(best | move) <= self.seen.limit
-            ):
-                self.seen.best = best | move
-
     def _better(self, choice: Choice) -> Choice | None:
         """What moves, or two together, make faster: those that do not touch each other at once."""
         seen, rows, least = self.seen, self.problem.rows(choice), LEAST * self.problem.cost(choice)

@@ -8,13 +8,13 @@ what the mixture exceeds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from layerwise.cost.additive import Choice, Costs, weighted_sum
-from layerwise.geometry.arrays import Floats, Ints
+from layerwise.geometry.arrays import Floats
 from layerwise.search.priced.additive import Cap, Minimise, Problem, lower_bounds
 
 ROUNDS = 60  # of elimination
@@ -31,14 +31,6 @@ class Met:
     choice: Choice
     cost: float
     rows: Floats  # (R,) bytes
-    base: Mapping[str, Ints]
-    known: dict[int, float] = field(default_factory=dict)  # by row, bytes by its table
-
-    def of(self, row: int, table: Costs) -> float:
-        """Bytes of a row by its table."""
-        if row not in self.known:
-            self.known[row] = table.of(self.choice, self.base)
-        return self.known[row]
 
 
 @dataclass
@@ -57,25 +49,17 @@ class Prices:
 
     @staticmethod
     def warm(problem: Problem, choices: Sequence[Choice], rows: Iterable[int]) -> Prices:
-        """Prices without prices that begin with these choices, and these rows as far as the problem has them."""
+        """Prices without prices that begin with these choices, and these rows."""
         met = [_known(problem, choice) for choice in choices]
-        count = len(met[0].rows) if met else 0
-        return Prices(met=met, solved={row: problem.row(row) for row in rows if row < count})
+        return Prices(met=met, solved={row: problem.row(row) for row in rows})
 
     def lightest(self, count: int) -> list[Met]:
         """Returns, of the choices that were met, those whose fullest rows have the fewest bytes."""
         return sorted(self.met, key=lambda met: float(met.rows.max()))[:count]
 
-    def over(self, problem: Problem) -> Prices:
-        """The prices for a problem that has more rows, with what was met and the tables of rows."""
-        met = [Met(m.choice, m.cost, problem.rows(m.choice), m.base, m.known) for m in self.met]
-        return Prices(met=met, solved=dict(self.solved))
-
     def taken(self, rows: Sequence[int]) -> Floats:
-        """(rows, choices) bytes by the tables, which may be below what is known of a single choice."""
-        return np.array([[met.of(row, self.solved[row]) for met in self.met] for row in rows]).reshape(
-            -1, len(self.met)
-        )
+        """(rows, choices) bytes."""
+        return np.stack([met.rows for met in self.met])[:, rows].T
 
     def charge(self, problem: Problem) -> Costs:
         """The cost of the bytes of all rows together."""
@@ -168,7 +152,7 @@ def _next(
 
 
 def _known(problem: Problem, choice: Choice) -> Met:
-    return Met(choice, problem.time.of(choice, problem.base), problem.rows(choice), problem.base)
+    return Met(choice, problem.time.of(choice, problem.base), problem.rows(choice))
 
 
 def _fit_on_average(met: list[Met], taken: Floats, limit: float, scale: float) -> Mixture:

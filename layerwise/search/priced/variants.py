@@ -77,17 +77,14 @@ class Variants:
     configs: Configs  # V_l
     bases: Configs  # B_l: what neighbours see of them, all but states
     base: Mapping[str, Ints]  # (V_l,)
-    cell: Mapping[str, Ints]  # (V_l,) which of the cells that they were made of
 
     @staticmethod
     def of(cells: Configs, forms: Forms) -> Variants:
         """Every configuration in every form."""
-        configs = {name: forms.of_layers(name, these) for name, these in cells.items()}
-        cell = {name: np.array(list(these.values())) for name, these in configs.items()}
-        return Variants.grouped({name: tuple(these) for name, these in configs.items()}, cell)
+        return Variants.grouped({name: tuple(forms.of_layers(name, these)) for name, these in cells.items()})
 
     @staticmethod
-    def grouped(configs: Configs, cell: Mapping[str, Ints] | None = None) -> Variants:
+    def grouped(configs: Configs) -> Variants:
         """The variants of these configurations."""
         bases, base = dict[str, tuple[Config, ...]](), dict[str, Ints]()
         for name, these in configs.items():
@@ -95,7 +92,7 @@ class Variants:
             bases[name] = tuple(dict.fromkeys(seen))
             place = {config: i for i, config in enumerate(bases[name])}
             base[name] = np.array([place[config] for config in seen])
-        return Variants(configs, bases, base, base if cell is None else cell)
+        return Variants(configs, bases, base)
 
     def recomputed(self, forms: Forms) -> Variants:
         """These variants, and each of them recomputed where its layer can be."""
@@ -108,8 +105,8 @@ class Variants:
 
     def restrict(self, keep: Mapping[str, Mask]) -> Variants:
         """The variants that are kept."""
-        configs = {n: tuple(c for c, k in zip(these, keep[n], strict=True) if k) for n, these in self.configs.items()}
-        return Variants.grouped(configs, {name: cell[keep[name]] for name, cell in self.cell.items()})
+        configs = self.configs.items()
+        return Variants.grouped({n: tuple(c for c, k in zip(these, keep[n], strict=True) if k) for n, these in configs})
 
     def choice(self, strategy: Strategy) -> Choice:
         """The indices of a strategy's configurations."""

@@ -26,9 +26,8 @@ from layerwise.search.result import Candidate, SearchResult, error_between
 
 def about(model: CostModel) -> str:
     """The phrase of where, and with how large a batch."""
-    devices = model.devices
     kind = ", inference" if model.options.kind == "inference" else ""
-    return f" on {devices.count} × {devices.processor.name}, {samples(model.graph.batch)} a step{kind}"
+    return f" on {model.devices.names}, {samples(model.graph.batch)} a step{kind}"
 
 
 def found(

@@ -59,7 +59,7 @@ def unequal_lines(result: SearchResult) -> Iterator[str]:
     if not model.devices.kinds:
         return
     step_s, parts = best.timeline.total_s, best.shares
-    lost = {"transfers": "transfers", "sync": "sums of gradients", "statistics": "sums of statistics"}
+    lost = {"transfers": "transfers", "sync": "sums of gradients", "statistics": "sums of statistics, with waiting"}
     kept = [f"{parts.total(part) / step_s:.0%} {what}" for part, what in lost.items() if parts.total(part)]
     yield (
         f"Unequal devices: {model.ideal_s / step_s:.0%} of the ideal, {units(model.ideal_s, 's')}, the sum of their "

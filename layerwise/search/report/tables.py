@@ -6,11 +6,10 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import get_args
 
 from layerwise.config import Config
-from layerwise.cost.memory.allocations import MemoryKind
-from layerwise.cost.memory.step import peak_by_kind
+from layerwise.cost.memory.allocations import KINDS, MemoryKind
+from layerwise.cost.memory.course import course
 from layerwise.cost.price import LayerPrice
 from layerwise.cost.terms import COLUMNS
 from layerwise.cost.timeline.shares import HIDDEN
@@ -196,12 +195,9 @@ def _rate(samples_per_s: float) -> str:
     return f"{samples_per_s:,.0f}" if samples_per_s >= 100 else three_digits(samples_per_s)
 
 
-KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
-
-
 def kinds_of(candidates: Iterable[Candidate]) -> Mapping[str, Mapping[MemoryKind, float]]:
     """The kinds of memory that the fullest device holds when it is fullest, by strategy."""
-    return {c.name: peak_by_kind(c.model, c.strategy) for c in {c.name: c for c in candidates}.values()}
+    return {c.name: course(c.model, c.strategy).peak for c in {c.name: c for c in candidates}.values()}
 
 
 def kinds_table(kinds: Mapping[str, Mapping[MemoryKind, float]]) -> Table:
