@@ -119,7 +119,7 @@ class Task:
 
     def _add_ways(self, run: LayeredRun, ways: Sequence[Network], planner: Planner, plan: Plan) -> None:
         """Plans every other way in which the model is called, around the same boxes of parameters."""
-        comm, run.calls = self.world.comm, Calls(run)
+        comm, run.calls = self.world.comm, Calls(run, run.evaluation)
         for way, recorded in zip(ways, self.calls, strict=True):
             agreed = plan
             if way is not ways[-1]:

@@ -6,7 +6,7 @@ returns of it stands for a tensor, without numbers, and the next call is given t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 from zlib import crc32
@@ -31,7 +31,12 @@ from layerwise.run.shapes import Shaped
 
 if TYPE_CHECKING:
     from layerwise.comm.base import Comm
-    from layerwise.run.layered import LayeredRun
+    from layerwise.run.base import Run
+    from layerwise.run.schedule.schedule import Schedule
+
+
+# Of samples and a network: this rank's schedule, and what makes its boxes of outputs of its boxes of inputs.
+Evaluation = Callable[[int, Shaped], "tuple[Schedule, Callable[[Sequence[Tensor]], Any]]"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +59,8 @@ class _Way:
 class Calls:
     """The ways in which a model is called, by what it is given."""
 
-    def __init__(self, run: LayeredRun) -> None:
-        self._run, self._ways = run, dict[Key, _Way]()
+    def __init__(self, run: Run, evaluation: Evaluation) -> None:
+        self._run, self._evaluation, self._ways = run, evaluation, dict[Key, _Way]()
         self._boxes = parameter_boxes(run.layer_graph, places(run.layer_graph, run.plan))
 
     def __len__(self) -> int:
@@ -97,7 +102,7 @@ class Calls:
         assert way is not None
         if run.training:
             raise LayerwiseError("the model was made parallel for inference: call eval() on it")
-        schedule, evaluate = run.evaluation(way.shaped.graph.batch, way.shaped)
+        schedule, evaluate = self._evaluation(way.shaped.graph.batch, way.shaped)
         tensors, layers = way.arguments.tensors(inputs, named), schedule.graph.layers
         fed = [layer.name for layer in layers if layer.role is Role.INPUT]
         read = [_read(run.comm, run.device, tensors[n], schedule.places[n].owned.each, n) for n in fed]
