@@ -180,8 +180,8 @@ def parallelize(
         compare_ranks=options.compare_ranks,
         compare_model=options.compare_model,
     )
-    asked = model, call, samples, plan, strategy, world, request, runtime, options, calls, as_called
-    module, shown = Task(*asked).build()
+    task = Task(model, call, samples, plan, strategy, world, request, runtime, options, calls, as_called)
+    module, shown = task.build()
     if inference:
         module.eval().requires_grad_(False)
     if options.verbose and world.comm.rank == 0:
