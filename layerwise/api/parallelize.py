@@ -131,11 +131,12 @@ def parallelize(
         if batch is not None:
             raise LayerwiseError("batch= and the DataLoader both say how many samples a batch has: leave batch= out")
         example_inputs, batch = example_of(example_inputs)
+    plan, split = plan_or_strategy(strategy)
     calls, as_called = list[RecordedCall](), False
     if callable(example_inputs) and not isinstance(example_inputs, torch.Tensor):
         if not (inference and isinstance(model, nn.Module)):
             raise LayerwiseError("a function as example_inputs calls a module in inference: give inference=True")
-        if options.io is not None or batch is not None or isinstance(strategy, Plan | os.PathLike):
+        if options.io is not None or batch is not None or plan is not None:
             raise LayerwiseError(
                 "a function as example_inputs says what every rank feeds: leave out io=, batch= and plans"
             )
@@ -149,13 +150,12 @@ def parallelize(
         call, examples = examples_of(example_inputs, model)
     device = device_of(model, examples)
     world = join(device, device_mesh, options.comm, options.timeout_s)
-    plan, strategy = plan_or_strategy(strategy)
     io, shared = options.io, options.shared
     if io is not None and plan is not None and plan.io != io:
         raise LayerwiseError(f"the plan has io {plan.io!r}, not {io!r}: leave io= out of ParallelOptions")
     full = io is not None or (plan is not None and plan.io == "boxes")
     arguments = {
-        "batch": batch, "strategy": repr(strategy), "inference": inference, "autocast": autocast,
+        "batch": batch, "strategy": repr(split), "inference": inference, "autocast": autocast,
         "compile": settings is not None, "memory_limit": memory_limit, "names of inputs": ", ".join(call[1]),
         "device_mesh": f"{world.replicas} x {world.size // world.replicas} ranks {world.device_order}",
     }  # fmt: skip
@@ -180,7 +180,7 @@ def parallelize(
         compare_ranks=options.compare_ranks,
         compare_model=options.compare_model,
     )
-    task = Task(model, call, samples, plan, strategy, world, request, runtime, options, calls, as_called)
+    task = Task(model, call, samples, plan, split, world, request, runtime, options, calls, as_called)
     module, shown = task.build()
     if inference:
         module.eval().requires_grad_(False)

@@ -1,5 +1,6 @@
 """Law: a decoder that is called chunk by chunk, with a cache in between, gives one device's video on every rank."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -105,7 +106,7 @@ def test_every_rank_decodes_the_video_of_one_device(kind: type[nn.Module]) -> No
     one_device = Vae(kind)
 
     def decoded(comm: Comm) -> tuple[Tensor, Tensor]:
-        vae = Vae(kind)
+        vae = copy.deepcopy(one_device)  # threads would draw from one generator
         layerwise.parallelize(
             vae.decoder,
             lambda: vae.decode(LATENT),
