@@ -19,7 +19,7 @@ def main(measure_s: float) -> None:
     torch.manual_seed(0)
     vae = AutoencoderKLWan(base_dim=8, z_dim=4, dim_mult=[1, 2, 2], num_res_blocks=1, temperal_downsample=[False, True])
     vae = vae.double().eval()  # of a pipeline: pipe.vae
-    latent = torch.randn(1, 4, 4, 6, 8, dtype=torch.float64)  # samples, channels, frames, height, width
+    latent = torch.randn(1, 4, 3, 4, 4, dtype=torch.float64)  # samples, channels, frames, height, width
 
     def decode() -> Tensor:
         """Frame by frame, with a cache that the decoder writes into."""
