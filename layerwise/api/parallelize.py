@@ -131,7 +131,7 @@ def parallelize(
         if batch is not None:
             raise LayerwiseError("batch= and the DataLoader both say how many samples a batch has: leave batch= out")
         example_inputs, batch = example_of(example_inputs)
-    plan, split = plan_or_strategy(strategy)
+    plan, named = plan_or_strategy(strategy)
     calls, as_called = list[RecordedCall](), False
     if callable(example_inputs) and not isinstance(example_inputs, torch.Tensor):
         if not (inference and isinstance(model, nn.Module)):
@@ -155,7 +155,7 @@ def parallelize(
         raise LayerwiseError(f"the plan has io {plan.io!r}, not {io!r}: leave io= out of ParallelOptions")
     full = io is not None or (plan is not None and plan.io == "boxes")
     arguments = {
-        "batch": batch, "strategy": repr(split), "inference": inference, "autocast": autocast,
+        "batch": batch, "strategy": repr(named), "inference": inference, "autocast": autocast,
         "compile": settings is not None, "memory_limit": memory_limit, "names of inputs": ", ".join(call[1]),
         "device_mesh": f"{world.replicas} x {world.size // world.replicas} ranks {world.device_order}",
     }  # fmt: skip
@@ -180,7 +180,7 @@ def parallelize(
         compare_ranks=options.compare_ranks,
         compare_model=options.compare_model,
     )
-    task = Task(model, call, samples, plan, split, world, request, runtime, options, calls, as_called)
+    task = Task(model, call, samples, plan, named, world, request, runtime, options, calls, as_called)
     module, shown = task.build()
     if inference:
         module.eval().requires_grad_(False)
@@ -192,7 +192,7 @@ def parallelize(
     return module
 
 
-def plan_or_strategy(strategy: object) -> tuple[Plan | None, Any]:
+def plan_or_strategy(strategy: Strategy | Plan | os.PathLike[str] | None) -> tuple[Plan | None, Strategy | None]:
     """Returns a plan, where `strategy` is one or its file, and what else says how to split."""
     if isinstance(strategy, Plan):
         return strategy, None
