@@ -130,13 +130,13 @@ def parallelize(
     call, examples = examples_of(example_inputs, model)
     device = device_of(model, examples)
     world = join(device, device_mesh, options.comm, options.timeout_s)
-    plan, strategy = plan_or_strategy(strategy)
+    plan, named = plan_or_strategy(strategy)
     io, shared = options.io, options.shared
     if io is not None and plan is not None and plan.io != io:
         raise LayerwiseError(f"the plan has io {plan.io!r}, not {io!r}: leave io= out of ParallelOptions")
     full = io is not None or (plan is not None and plan.io == "boxes")
     arguments = {
-        "batch": batch, "strategy": repr(strategy), "inference": inference, "autocast": autocast,
+        "batch": batch, "strategy": repr(named), "inference": inference, "autocast": autocast,
         "compile": settings is not None, "memory_limit": memory_limit, "names of inputs": ", ".join(call[1]),
         "device_mesh": f"{world.replicas} x {world.size // world.replicas} ranks {world.device_order}",
     }  # fmt: skip
@@ -161,7 +161,7 @@ def parallelize(
         compare_ranks=options.compare_ranks,
         compare_model=options.compare_model,
     )
-    module, shown = Task(model, call, samples, plan, strategy, world, request, runtime, options).build()
+    module, shown = Task(model, call, samples, plan, named, world, request, runtime, options).build()
     if inference:
         module.eval().requires_grad_(False)
     if options.verbose and world.comm.rank == 0:
@@ -172,7 +172,7 @@ def parallelize(
     return module
 
 
-def plan_or_strategy(strategy: object) -> tuple[Plan | None, Any]:
+def plan_or_strategy(strategy: Strategy | Plan | os.PathLike[str] | None) -> tuple[Plan | None, Strategy | None]:
     """Returns a plan, where `strategy` is one or its file, and what else says how to split."""
     if isinstance(strategy, Plan):
         return strategy, None
