@@ -98,7 +98,7 @@ JOBS = {
     "vgg": Job(["layerwise search vgg16 --gpus 16 --profile pcie --out plan.json"], plan),
     "cosmoflow": Job(
         [
-            "layerwise oracle cosmoflow:512 --gpus 4..1024 --samples-per-node 1 --strategy spatial,ds --profile v100 "
+            "layerwise oracle cosmoflow:512 --gpus 4..1024 --batch 0.25 --strategy spatial,ds --profile v100 "
             "--samples 1584 --plot curves.png"
         ],
         curves,

@@ -190,7 +190,7 @@ def test_imports_are_lazy(tmp_path: Path) -> None:
         "layerwise.Plan, layerwise.price, layerwise.CostModel, layerwise.load_profile\n"
         "from layerwise.__main__ import dispatch\n"
         "from layerwise.cli import run_main\n"
-        "for name in ('search vgg61 --gpus 4', 'explain none.json a', 'diff none.json none.json'):\n"
+        "for name in ('search vgg61 --gpus 4', 'explain none.json a'):\n"
         "    assert run_main(dispatch, name.split()) == 2\n"
         "layerwise.plot.strategy\n"
         "assert not {'torch', 'onnx', 'matplotlib'} & set(sys.modules), 'planning'\n"

@@ -43,7 +43,9 @@ def save(model: nn.Module, file: str | os.PathLike[str]) -> None:
     else:
         comm, state = joined() or SoloComm(), model.state_dict()
         if ranks_here() != comm.size:
-            raise LayerwiseError("save is for what parallelize returns, or for a model that fit has trained")
+            raise LayerwiseError(
+                "the model is not parallel: give save what parallelize returned, or a model that fit has trained"
+            )
 
     def write() -> tuple[None, None]:
         if comm.rank == 0:

@@ -99,7 +99,8 @@ def join(
         comm = _join(device, timeout_s, None if len(members) == size else members)
     elif len(members) < size:
         raise LayerwiseError(
-            f"device_mesh has {ranks_text(members, size)}, and ParallelOptions(comm=...) has all of them"
+            f"device_mesh has {ranks_text(members, size)}, and ParallelOptions(comm=...) has all of them: "
+            "give one of the two"
         )
     facts = comm.all_gather_object(_here(device, comm.size))
     order = tuple(range(comm.size)) if mesh is None else tuple(map(members.index, grid.flatten().tolist()))

@@ -156,7 +156,7 @@ def memory(
     if not isinstance(gpus, int) or isinstance(gpus, bool) or not 1 <= gpus <= MAX_GPUS:
         raise LayerwiseError(f"gpus={gpus!r} is not a whole number from 1 to {MAX_GPUS:,}")
     if not isinstance(gpu, str | os.PathLike):
-        raise LayerwiseError(f"gpu={gpu!r} is no name of a machine: `layerwise machines` lists them")
+        raise LayerwiseError(f"gpu={gpu!r} is not the name of a machine: `layerwise machines` lists them")
     positional, named = call_of(model, inputs)
     network = network_of(model, positional, None, type(model).__name__, named)
     profile = load(gpu)

@@ -164,7 +164,7 @@ def test_going_on_from_a_checkpoint(tmp_path: Path) -> None:
     assert losses(rest) == losses(whole)[1:]
     assert apart(again.state_dict(), at_once.state_dict()) == 0.0
     how["options"] = layerwise.ParallelOptions(measure_s=0, verbose=False, seed=1)
-    with pytest.raises(LayerwiseError, match="was trained with seed 0, here it is 1"):
+    with pytest.raises(LayerwiseError, match="was trained with seed 0, but here it is 1"):
         layerwise.fit(again, *args, epochs=3, checkpoint=tmp_path, resume=True, **how)
 
 

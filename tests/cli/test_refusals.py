@@ -200,7 +200,7 @@ def test_empty_names(refuse: Run) -> None:
 
 
 def test_unknown_command(refuse: Run) -> None:
-    assert "unknown command 'serach' (did you mean 'search'?); there are search, fits, explain, report, diff" in refuse(
+    assert "unknown command 'serach' (did you mean 'search'?); there are search, fits, explain, report" in refuse(
         "serach"
     )
 

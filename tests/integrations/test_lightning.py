@@ -132,7 +132,7 @@ class Broken(cases.Classifier):
 @pytest.mark.parametrize(
     ("module", "settings", "words"),
     [
-        (Tied, {}, "is 'net.0.weight', too"),
+        (Tied, {}, "modules share a parameter, .* and 'net.0.weight'"),
         (Late, {}, "module 'later' is trained, and the first step does not call it"),
         (Broken, {}, "could not be tried before training"),
         (cases.Classifier, {"plugins": "fsdp"}, "FSDPPrecision changes the layers"),

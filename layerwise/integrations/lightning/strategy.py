@@ -229,7 +229,7 @@ def _check_separate(module: nn.Module, split: Mapping[str, nn.Module]) -> None:
         for name, p in part.named_parameters():
             full = f"{path}.{name}"
             if (other := owners.setdefault(id(p), full)) != full:
-                raise LayerwiseError(f"parameter {full!r} is {other!r}, too: call both modules from one module")
+                raise LayerwiseError(f"modules share a parameter, {full!r} and {other!r}: call both from one module")
     for name, part in module.named_modules():
         seen = not name or any(f"{path}.".startswith(f"{name}.") or f"{name}.".startswith(f"{path}.") for path in split)
         computes = type(part).forward is not nn.Module.forward
