@@ -67,10 +67,11 @@ def split(way: str, model: Scored, x: Tensor):
         return model, DCTensor.distribute(x, cut), ()
     mesh = init_device_mesh("cpu", (RANKS,))
     if way == "ShardTensor":
-        from physicsnemo.domain_parallel import register_custom_ops, scatter_tensor
+        from physicsnemo.domain_parallel import ShardTensor, register_custom_ops
 
         register_custom_ops()  # as it does itself where there is a GPU
-        return model, scatter_tensor(x, 0, mesh, (Shard(x.dim() - 1),)), ()
+        local = x.chunk(RANKS, -1)[dist.get_rank()].contiguous()
+        return model, ShardTensor.from_local(local, mesh, (Shard(x.dim() - 1),)), ()
     if way == "tensor parallel":
         return parallelize_module(model, mesh, {"layers.2": ColwiseParallel()}), x, ()
     return distribute_module(model, mesh), distribute_tensor(x, mesh, [Shard(x.dim() - 1)]), ()
@@ -150,12 +151,7 @@ def main() -> None:
     parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:
-        if args.rank[0] == "ShardTensor":
-            from physicsnemo.distributed import DistributedManager
-
-            DistributedManager.initialize()  # which makes the group itself
-        else:
-            dist.init_process_group("gloo")
+        dist.init_process_group("gloo")
         try:
             case = args.rank[1]
             result = decoded(args.rank[0]) if case == "decoder" else trial(args.rank[0], int(case))

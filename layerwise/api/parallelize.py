@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypedDict
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 from layerwise.api.arguments import ParallelOptions, check, check_autocast, facts
@@ -23,6 +24,7 @@ from layerwise.api.world import join
 from layerwise.arguments import Count, checked
 from layerwise.cli import console
 from layerwise.errors import LayerwiseError
+from layerwise.importers.torch.read.calls import RecordedCall, recorded
 from layerwise.importers.torch.read.fed import fed_by
 from layerwise.machine import reserved_bytes
 from layerwise.plan import Plan, load_plan
@@ -59,7 +61,7 @@ class Keywords(Further, total=False):
 @checked
 def parallelize(
     model: Model,
-    example_inputs: ExampleInputs | DataLoader[Any] | None = None,
+    example_inputs: ExampleInputs | DataLoader[Any] | Callable[[], object] | None = None,
     *,
     strategy: Strategy | Plan | os.PathLike[str] | None = None,
     batch: Count | None = None,
@@ -88,7 +90,9 @@ def parallelize(
         model: An nn.Module (where the ranks' values differ, rank 0's win; on the meta device they are drawn from
             `options.seed`), an ExportedProgram, or the path of an .onnx file.
         example_inputs: What one rank calls the model with: a tensor, a tuple, or a dict of arguments by name. Or the
-            DataLoader of one device, of (inputs, target) or of tensors by name; its batch is that of all ranks.
+            DataLoader of one device, of (inputs, target) or of tensors by name; its batch is that of all ranks. Or, for
+            inference, a function that calls the model, such as `lambda: vae.decode(latent)`, which runs on shapes
+            alone: every rank then makes these calls, and is returned all; state between them stays in boxes.
         strategy: How to split, where you know it. A name: "data", "model" or "owt". Some layers by hand, as
             {layers: {dimension: degree}}: {"fc*": {"c": 4}} splits outputs, {"head": {"k": 4}} inputs, {} means one
             device; layers are named singly, by a module around them, or with * and ?, and all others are optimised. A
@@ -127,10 +131,25 @@ def parallelize(
         if batch is not None:
             raise LayerwiseError("batch= and the DataLoader both say how many samples a batch has: leave batch= out")
         example_inputs, batch = example_of(example_inputs)
-    call, examples = examples_of(example_inputs, model)
+    plan, named = plan_or_strategy(strategy)
+    calls, as_called = list[RecordedCall](), False
+    if callable(example_inputs) and not isinstance(example_inputs, torch.Tensor):
+        if not (inference and isinstance(model, nn.Module)):
+            raise LayerwiseError("a function as example_inputs calls a module in inference: give inference=True")
+        if options.io is not None or batch is not None or plan is not None:
+            raise LayerwiseError(
+                "a function as example_inputs says what every rank feeds: leave out io=, batch= and plans"
+            )
+        calls = recorded(model.eval(), example_inputs)
+        several = len(calls) > 1 or bool(calls[0].carried)
+        options = replace(options, io="boxes" if several else "free")
+        call, calls = calls[-1].call, calls if several else []
+        examples = tuple(x for x in pytree.tree_leaves(call) if isinstance(x, torch.Tensor))
+        as_called = True
+    else:
+        call, examples = examples_of(example_inputs, model)
     device = device_of(model, examples)
     world = join(device, device_mesh, options.comm, options.timeout_s)
-    plan, named = plan_or_strategy(strategy)
     io, shared = options.io, options.shared
     if io is not None and plan is not None and plan.io != io:
         raise LayerwiseError(f"the plan has io {plan.io!r}, not {io!r}: leave io= out of ParallelOptions")
@@ -161,7 +180,8 @@ def parallelize(
         compare_ranks=options.compare_ranks,
         compare_model=options.compare_model,
     )
-    module, shown = Task(model, call, samples, plan, named, world, request, runtime, options).build()
+    task = Task(model, call, samples, plan, named, world, request, runtime, options, calls, as_called)
+    module, shown = task.build()
     if inference:
         module.eval().requires_grad_(False)
     if options.verbose and world.comm.rank == 0:

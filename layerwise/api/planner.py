@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from layerwise.api.world import World
-from layerwise.config import Config, SearchSpace
+from layerwise.config import Config, SearchSpace, is_legal
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import complete
 from layerwise.errors import LayerwiseError, nearest
@@ -116,8 +116,11 @@ class Planner:
         have = min((memory for k, memory in each if k == kind), default=0)
         return have - reserved_bytes(have, self.world.comm.device.type) if have else limit
 
-    def choose(self, strategy: Strategy | None) -> Choice:
-        """Returns the best plan; named layers keep what `strategy` says. LayerwiseError for one that cannot be."""
+    def choose(self, strategy: Strategy | None, beside: Plan | None = None) -> Choice:
+        """Returns the best plan; named layers keep what `strategy` says. LayerwiseError for one that cannot be.
+
+        beside: a plan of the same model called otherwise, whose boxes of parameters are kept.
+        """
         options, space, dtype, notes = self.options, self.space, self.request.precision, list[str]()
         if options.dtype != dtype:
             notes.append(f"profile {self.profile.name} has no rate for {dtype}: planned with float32's")
@@ -131,7 +134,8 @@ class Planner:
             given = "whole batch" if options.io != "boxes" else "boxes of it that its layers need"
             few = f"{samples(self.graph.batch)} for {self.world.size} ranks"
             notes.append(f"{few}: every rank is to be given the {given} (io {model.options.io}){takes}")
-        space = replace(space, fixed=tuple(_fixed(model, strategy, space.replicas).items()))
+        fixed = _fixed(model, strategy, space.replicas) if beside is None else _beside(model.graph, beside)
+        space = replace(space, fixed=tuple(fixed.items()))
         result = search(model, space, effort=self.request.effort)
         plan = make_plan(self.request.name, self.profile.name, model, space, result, fused=True)
         plan = replace(plan, device_order=self.world.device_order)
@@ -193,6 +197,21 @@ def _fixed(model: CostModel, strategy: Strategy | None, replicas: int = 1) -> di
     except LayerwiseError as error:
         alone = model.devices.count == 1 and "devices" in str(error)
         raise LayerwiseError(f"{error}: start the script with torchrun" if alone else str(error)) from None
+
+
+def _beside(graph: LayerGraph, plan: Plan) -> dict[str, Config]:
+    """Returns the configurations of layers with parameters, of which every device has the box that it has in a plan.
+
+    Where frames that a plan splits are not there, positions are split instead, which takes no other parameters.
+    """
+    fixed = dict[str, Config]()
+    for layer in graph.inner:
+        config = plan.strategy.get(layer.name)
+        if config is not None and [*layer.own_parameters()]:
+            positions = "hwdl" if config["c"] == config["k"] == 1 else ""
+            others = (Config.of({label: config.total}) for label in positions)
+            fixed[layer.name] = next(c for c in (config, *others, Config()) if is_legal(c, layer.space.dims))
+    return fixed
 
 
 def _over_memory(model: CostModel, best: Candidate) -> LayerwiseError:

@@ -75,6 +75,7 @@ class CostModel(Setting):
         graph: The network, fused or not, at its batch.
         devices: The machine.
         options: The assumptions; mixed precision changes `graph`'s element types.
+        shares: The weights by which unequal devices feed their parts of a batch. None: the first of `weights`.
 
     Examples:
         >>> import layerwise

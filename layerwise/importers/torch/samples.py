@@ -93,7 +93,7 @@ def _names(model: nn.Module, call: Call, leaves: Collection[int]) -> tuple[str, 
 
 def _mixing(trial: Trial) -> str:
     """The path of the first module whose output rows change with the samples beside them; empty if none is seen."""
-    for path, x in trial.every.seen.items() if trial.others else ():
+    for path, x in trial.every.seen.items() if trial.samples == sum(PARTS) and trial.others else ():
         part = trial.others[0].seen.get(path, x)
         ratio = x.dim() and part.dim() and x.shape[0] * PARTS[0] == part.shape[0] * trial.samples
         if ratio and not distance(part, x[: len(part)]) <= ROUNDED[torch.float32]:
