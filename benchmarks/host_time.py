@@ -71,7 +71,7 @@ def compare(name: str, side: int, steps: int, *, compiled: bool) -> Row:
     plain = layerwise.models.find(name).build()
     model = layerwise.models.find(name).build()
     parallel = layerwise.parallelize(
-        model, inputs, verbose=False, options=layerwise.ParallelOptions(measure_s=0), compile=compiled
+        model, inputs, options=layerwise.ParallelOptions(measure_s=0, verbose=False), compile=compiled
     )
     if compiled:
         plain.compile()

@@ -53,9 +53,9 @@ class Scored(nn.Module):
 def split(way: str, model: Scored, x: Tensor):
     """The module, what it is called with, and the box of the output that it returns."""
     if way == "layerwise":
-        options = layerwise.ParallelOptions(profile="cpu", measure_s=0)
+        options = layerwise.ParallelOptions(profile="cpu", io="boxes", measure_s=0, verbose=False)
         strategy = {f"layers.{i}": {"w": RANKS} for i in (0, 2, 4, 6, 8)}
-        module = layerwise.parallelize(model, (x,), strategy=strategy, io="boxes", verbose=False, options=options)
+        module = layerwise.parallelize(model, (x,), strategy=strategy, options=options)
         (read,) = module.read_boxes().values()
         return module, x[read.slices()], module.output_boxes()[1].slices()
     if way == "DistConv":
@@ -67,12 +67,11 @@ def split(way: str, model: Scored, x: Tensor):
         return model, DCTensor.distribute(x, cut), ()
     mesh = init_device_mesh("cpu", (RANKS,))
     if way == "ShardTensor":
-        from physicsnemo.distributed import DistributedManager
-        from physicsnemo.domain_parallel import register_custom_ops, scatter_tensor
+        from physicsnemo.domain_parallel import ShardTensor, register_custom_ops
 
-        DistributedManager.initialize()
         register_custom_ops()  # as it does itself where there is a GPU
-        return model, scatter_tensor(x, 0, mesh, (Shard(x.dim() - 1),)), ()
+        local = x.chunk(RANKS, -1)[dist.get_rank()].contiguous()
+        return model, ShardTensor.from_local(local, mesh, (Shard(x.dim() - 1),)), ()
     if way == "tensor parallel":
         return parallelize_module(model, mesh, {"layers.2": ColwiseParallel()}), x, ()
     return distribute_module(model, mesh), distribute_tensor(x, mesh, [Shard(x.dim() - 1)]), ()
@@ -126,9 +125,9 @@ def decoded(way: str) -> dict[str, float]:
         parallelize_decoder(vae, None)
     else:
         strategy = {name: {"h": RANKS} for name in ("conv_in.conv", "up_blocks.*", "conv_out.conv")}
-        options = layerwise.ParallelOptions(profile="cpu", measure_s=0)
+        options = layerwise.ParallelOptions(profile="cpu", measure_s=0, verbose=False)
         vae.decoder = layerwise.parallelize(
-            vae.decoder, latent, batch=1, inference=True, strategy=strategy, verbose=False, options=options
+            vae.decoder, latent, batch=1, inference=True, strategy=strategy, options=options
         )
     times = []
     with torch.inference_mode():

@@ -61,7 +61,7 @@ def first_step(name: str) -> None:
     network = SMALL[name]
     module, (inputs, targets) = network.build(), network.data(network.per_rank)
     started = time.perf_counter()
-    model = layerwise.parallelize(module, inputs, verbose=False)
+    model = layerwise.parallelize(module, inputs, options=layerwise.ParallelOptions(verbose=False))
     torch.nn.functional.cross_entropy(model(inputs), targets).backward()
     torch.optim.SGD(model.parameters(), 0.01).step()
     if layerwise.of(model).comm.rank == 0:

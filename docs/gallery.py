@@ -27,19 +27,31 @@ import layerwise
 ROOT = Path(__file__).parents[1]
 PAGE, PICTURES = ROOT / "docs/gallery.md", ROOT / "docs/gallery"
 MACHINE = "two cores of a shared virtual machine"
-LOSS = re.compile(r"loss(?: of its own texts)? (-?\d+\.\d+)")
-MOST = 16  # lines of output that a page shows
+LOSS = re.compile(r"^(?:step|epoch) (\d+).*? loss (-?\d+\.\d+)", re.MULTILINE)
+MOST = 24  # lines of output that a page shows
+
+
+def decoder() -> tuple[object, tuple[object, ...]]:
+    """HunyuanVideo's decoder, narrow, and a latent of five frames, for `layerwise search docs.gallery:decoder`."""
+    import torch
+    from diffusers import AutoencoderKLHunyuanVideo
+
+    sizes = {"block_out_channels": (16, 16, 32, 32), "layers_per_block": 1, "norm_num_groups": 4}
+    vae = AutoencoderKLHunyuanVideo(latent_channels=4, **sizes)
+    return vae.decoder.eval(), (torch.randn(1, 4, 2, 32, 32),)
 
 
 def losses(outputs: Mapping[str, str], folder: Path) -> plt.Figure:
     """A loss for each step or epoch, a line for each command."""
     figure, axes = plt.subplots(figsize=(5, 2.4), layout="constrained")
-    for number, (command, output) in enumerate(outputs.items()):
+    trained = [(command, LOSS.findall(output)) for command, output in outputs.items() if LOSS.search(output)]
+    for number, (command, values) in enumerate(trained):
         found = re.search(r"nproc-per-node (\d+)", command)
         label = f"{found[1]} ranks" if found else "one process"
-        values = [float(value) for value in LOSS.findall(output)]
-        axes.plot(values, marker="ox"[number % 2], lw=2 - number % 2, ls=("-", "--")[number % 2], label=label)
+        steps, seen = zip(*((int(step), float(loss)) for step, loss in values), strict=True)
+        axes.plot(steps, seen, marker="ox"[number % 2], lw=2 - number % 2, ls=("-", "--")[number % 2], label=label)
     axes.set(xlabel="step or epoch", ylabel="loss")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     return figure
@@ -76,17 +88,17 @@ JOBS = {
     "decoder": Job(
         [
             f"{TWO} examples/decode_video.py",
-            "layerwise search benchmarks.zoo.networks.of_decoders:hunyuan --gpus 4 --inference --io boxes "
+            "layerwise search docs.gallery:decoder --gpus 4 --gpus-per-node 4 --profile cpu --inference "
             "--global-batch 1 --out plan.json",
         ],
         plan,
     ),
     "bert": Job(["python examples/train_transformers.py", f"{TWO} examples/train_transformers.py"], losses),
     "lightning": Job(["python examples/train_lightning.py", f"{TWO} examples/train_lightning.py"], losses),
-    "vgg": Job(["layerwise search vgg16 --gpus 16 --profile p100 --out plan.json"], plan),
+    "vgg": Job(["layerwise search vgg16 --gpus 16 --profile pcie --out plan.json"], plan),
     "cosmoflow": Job(
         [
-            "layerwise oracle cosmoflow:512 --gpus 4..1024 --samples-per-node 1 --strategy spatial,ds --profile v100 "
+            "layerwise oracle cosmoflow:512 --gpus 4..1024 --batch 0.25 --strategy spatial,ds --profile v100 "
             "--samples 1584 --plot curves.png"
         ],
         curves,
@@ -107,6 +119,7 @@ def run(command: str, folder: Path) -> str:
     """Returns what the command prints to its standard output; what it says beside is shown if it fails."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "150", "NO_COLOR": "1"}
+    environment["LAYERWISE_CACHE"] = str(folder / "cache")
     done = subprocess.run(
         command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=False
     )
@@ -121,8 +134,8 @@ def cpu_s() -> float:
 
 
 def shown(output: str) -> str:
-    """Returns the first and the last lines, without the dicts that Hugging Face's Trainer prints beside its log."""
-    lines = [line.rstrip() for line in output.strip().splitlines() if not line.startswith("{'")]
+    """Returns the first and the last lines, without a busy machine's seconds and the dicts of HF's Trainer."""
+    lines = [line.rstrip() for line in output.strip().splitlines() if not line.startswith(("{'", "import "))]
     if len(lines) > MOST:
         lines = [*lines[: MOST // 2], "…", *lines[-MOST // 2 :]]
     return "\n".join(lines)

@@ -23,13 +23,13 @@ WIDTH = 100
 
 
 def command_help(command: str) -> str:
-    """Returns what `layerwise COMMAND --help` prints, as blocks of text."""
+    """Returns what `layerwise COMMAND --help-all` prints, as blocks of text."""
     os.environ |= {"COLUMNS": str(WIDTH), "NO_COLOR": "1"}
     from layerwise.__main__ import COMMANDS
 
     parser: argparse.ArgumentParser = importlib.import_module(COMMANDS[command][0]).parser()
     below = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-    texts = [parser.format_help(), *(one.format_help() for action in below for one in action.choices.values())]
+    texts = [parser.full_help(), *(one.full_help() for action in below for one in action.choices.values())]
     return "\n".join(f"```text\n{text.rstrip()}\n```\n" for text in texts)
 
 

@@ -30,8 +30,8 @@ class Segmentation(torch.nn.Module):
 def main(steps: int, extent: int, batch: int, bf16: bool, folder: str | None) -> None:
     torch.manual_seed(0)
     x = torch.empty(batch, 1, extent, extent, extent, device="meta")  # of all ranks together, in nobody's memory
-    autocast, quick = torch.bfloat16 if bf16 else None, layerwise.ParallelOptions(measure_s=0)
-    model = layerwise.parallelize(Segmentation(), (x, x[:, 0].long()), io="boxes", autocast=autocast, options=quick)
+    autocast, boxes = torch.bfloat16 if bf16 else None, layerwise.ParallelOptions(io="boxes", measure_s=0)
+    model = layerwise.parallelize(Segmentation(), (x, x[:, 0].long()), autocast=autocast, options=boxes)
     mixed = torch.autocast(model.device.type, torch.bfloat16, enabled=bf16)
     print(f"rank {model.comm.rank} reads {model.read_boxes()['x'].shape} of {tuple(x.shape)}")
     train, held_out = parted(read_brain(), extent)

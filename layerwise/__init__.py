@@ -1,6 +1,7 @@
 """layerwise: finds the provably cheapest way to split every layer of a network over several GPUs.
 
-The names below are imported when they are first used, so that `import layerwise` is fast and needs no torch.
+The names below are what scripts use; the rooms have the rest (docs/reference/api.md). Each is imported when it is first
+used, so that `import layerwise` is fast and needs no torch.
 """
 
 from __future__ import annotations
@@ -13,23 +14,15 @@ from layerwise.process import process_kept
 from layerwise.version import __version__
 
 _HOME = {
-    "Box": "layerwise.geometry",
     "BoxLoader": "layerwise.volumes.loader",
     "Config": "layerwise.config",
     "CostModel": "layerwise.cost.model",
     "CostOptions": "layerwise.cost.model",
-    "DeviceGraph": "layerwise.machine",
-    "Grid": "layerwise.geometry",
-    "Layer": "layerwise.graph.layer",
-    "LayerGraph": "layerwise.graph.layer_graph",
     "LayerwiseError": "layerwise.errors",
-    "Op": "layerwise.ops.base",
     "ParallelOptions": "layerwise.api.arguments",
     "Plan": "layerwise.plan",
     "SearchSpace": "layerwise.config",
-    "TensorSpec": "layerwise.tensor",
     "fit": "layerwise.api.fit",
-    "from_onnx": "layerwise.importers.onnx.from_onnx",
     "from_torch": "layerwise.importers.torch.from_torch",
     "fuse": "layerwise.graph.fuse",
     "load_model": "layerwise.importers.load",
@@ -45,7 +38,6 @@ _HOME = {
     "restore": "layerwise.run.parallel",
     "save": "layerwise.api.save",
     "split": "layerwise.api.split",
-    "timeline": "layerwise.cost.timeline.simulate",
 }
 
 __all__ = ["__version__", *_HOME]
@@ -67,26 +59,17 @@ if TYPE_CHECKING:  # `as`: for type checkers these are the package's own names
     from layerwise.cost.model import CostModel as CostModel
     from layerwise.cost.model import CostOptions as CostOptions
     from layerwise.cost.price import price as price
-    from layerwise.cost.timeline.simulate import timeline as timeline
     from layerwise.errors import LayerwiseError as LayerwiseError
-    from layerwise.geometry import Box as Box
-    from layerwise.geometry import Grid as Grid
     from layerwise.graph.fuse import fuse as fuse
-    from layerwise.graph.layer import Layer as Layer
-    from layerwise.graph.layer_graph import LayerGraph as LayerGraph
     from layerwise.importers.load import load_model as load_model
-    from layerwise.importers.onnx.from_onnx import from_onnx as from_onnx
     from layerwise.importers.registry import register_op as register_op
     from layerwise.importers.torch.from_torch import from_torch as from_torch
     from layerwise.inference.predict import predict as predict
-    from layerwise.machine import DeviceGraph as DeviceGraph
     from layerwise.machine import load
-    from layerwise.ops.base import Op as Op
     from layerwise.plan import Plan as Plan
     from layerwise.plan import load_plan as load_plan
     from layerwise.run.parallel import of as of
     from layerwise.run.parallel import restore as restore
-    from layerwise.tensor import TensorSpec as TensorSpec
     from layerwise.volumes.loader import BoxLoader as BoxLoader
 
     load_profile = load

@@ -14,7 +14,6 @@ COMMANDS = {
     "fits": ("layerwise.commands.fits", "whether a model fits, on how many GPUs, how large a batch"),
     "explain": ("layerwise.commands.explain", "why a layer of a plan has its configuration"),
     "report": ("layerwise.report.__main__", "a plan as a page to look at, and what was measured beside it"),
-    "diff": ("layerwise.commands.diff", "where two plans differ"),
     "oracle": ("layerwise.oracle.__main__", "what every parallel strategy would cost, and which to take"),
     "measure": ("layerwise.measure.__main__", "times of layers and links on this machine, into a profile"),
     "run": ("layerwise.commands.run", "train a planned network; torchrun starts one process a GPU"),

@@ -19,15 +19,16 @@ from rich.text import Text
 
 from layerwise.config import SearchSpace
 from layerwise.cost.compute.roofline import OPTIMIZERS
-from layerwise.errors import LayerwiseError, nearest, shown
+from layerwise.errors import LayerwiseError, shown
 from layerwise.files import check_writable, write_text
 from layerwise.machine import DEFAULT, DTYPES, MAX_GPUS, load, names, precision
+from layerwise.parser import Parser as Parser
 from layerwise.plan import MAX_BATCH
 from layerwise.report import as_json, html, markdown, text
 from layerwise.report.content import Report
 from layerwise.tensor import LABELS
 
-MODEL_HELP = "the plan's model, where that is package.module:callable: a plan runs no code that you do not name"
+MODEL_HELP = "the plan's model, if it is a package.module:callable; code that only a plan names is never run"
 PIPED_WIDTH = 80  # columns of output that goes to a file or a pipe: as many as a page, a terminal or a mail has
 
 
@@ -71,32 +72,6 @@ def command(
     return main_of
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse, with its errors in layerwise's form, the nearest names, one line of usage, and epilogs as they are."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        if "epilog" in options:
-            options["formatter_class"] = argparse.RawDescriptionHelpFormatter
-        super().__init__(*args, **options)
-
-    def error(self, message: str) -> NoReturn:
-        raise LayerwiseError(f"{message}{self._nearest(message)} (see {self.prog} --help)")
-
-    def _nearest(self, message: str) -> str:
-        """The option, or the choice of one, that an error's word is nearest to."""
-        if option := re.match(r"unrecognized arguments: (--[^\s=]+)", message):
-            return nearest(option[1], self._option_string_actions)
-        if choice := re.match(r"argument .*(--[\w-]+): invalid choice: '([^']*)'", message):
-            return nearest(choice[2], map(str, self._option_string_actions[choice[1]].choices or ()))
-        return ""
-
-    def format_help(self) -> str:
-        if self.usage is None and len(self._actions) > 8:
-            names = [str(action.metavar or action.dest) for action in self._get_positional_actions()]
-            self.usage = " ".join(["%(prog)s", *names, "[options]"])
-        return super().format_help()
-
-
 class _Console(Console):
     """A console that writes only what `shown` lets through: control codes are its own."""
 
@@ -120,12 +95,15 @@ def console(*, stderr: bool = False) -> Console:
 
 def output_arguments(group: argparse._ActionsContainer, page: str = "--html") -> None:
     """Adds the flags of how the answer is written: --json, --format, --html. page: what the last one is called."""
-    group.add_argument("--json", action="store_true", help="everything, for programs")
+    group.add_argument("--json", action="store_true", help="write the whole answer as JSON, for programs")
     group.add_argument(
-        "--format", choices=["text", "md"], default="text", help="md: Markdown, for an issue (default: text)"
+        "--format",
+        choices=["text", "md"],
+        default="text",
+        help="how the answer is printed; md is Markdown (default: text)",
     )
     group.add_argument(
-        page, dest="html", metavar="FILE.html", help="write the answer as a page that needs no other file, too"
+        page, dest="html", metavar="FILE.html", help="also write the answer as a page that needs no other file"
     )
 
 
@@ -170,9 +148,10 @@ def machine_arguments(
     """Adds the device graph: --gpus or --nodes, and `profile_arguments`."""
     group = parser.add_argument_group("machine")
     size = group.add_mutually_exclusive_group()
-    help_gpus = "devices: fewer than a node has, or whole nodes; of unlike ones a6000:1,rtx2080ti:2, in ranks' order"
+    help_gpus = "number of devices: at most a node's, or those of full nodes; a6000:1,rtx2080ti:2 are unlike ones, in "
+    help_gpus += "the order of ranks"
     size.add_argument("--gpus", type=devices_argument, metavar="N", help=help_gpus)
-    size.add_argument("--nodes", type=count, metavar="M", help="nodes, instead of --gpus")
+    size.add_argument("--nodes", type=count, metavar="M", help="number of nodes, instead of --gpus")
     profile_arguments(group, default, default_name)
 
 
@@ -186,11 +165,14 @@ def profile_arguments(
         dest="profile",
         default=default,
         metavar="NAME",
-        help=f"a device of `layerwise machines`; {', '.join(names())}; or a .json file (default: {default_name})",
+        help=f"a device that `layerwise machines` lists, a profile ({', '.join(names())}), or a .json file "
+        f"(default: {default_name})",
     )
     group.add_argument("--gpus-per-node", type=int, metavar="G", help="devices in a node (default: the profile's)")
-    group.add_argument("--link", metavar="200Gb/s", help="between nodes, a port a node; 4x200Gb/s: four")
-    group.add_argument("--intra", metavar="300GB/s", help="in a node, each way: a rate, pcie3, pcie4 or pcie5")
+    group.add_argument("--link", metavar="200Gb/s", help="bandwidth between nodes; 4x200Gb/s means four ports a node")
+    group.add_argument(
+        "--intra", metavar="300GB/s", help="bandwidth inside a node, each way: a rate, pcie3, pcie4 or pcie5"
+    )
 
 
 def settle_machine(args: argparse.Namespace) -> None:
@@ -225,10 +207,13 @@ def training_arguments(parser: argparse.ArgumentParser) -> None:
     """The training step: batch, optimizer, element type."""
     group = parser.add_argument_group("training step")
     batch = group.add_mutually_exclusive_group()
-    batch.add_argument("--batch", type=int, metavar="B", help="samples a GPU (default: 32, the paper's)")
-    batch.add_argument("--global-batch", type=int, metavar="B", help="samples a step over all GPUs")
+    batch.add_argument("--batch", type=int, metavar="B", help="samples per GPU (default: 32)")
+    batch.add_argument("--global-batch", type=int, metavar="B", help="samples of a step on all GPUs together")
     group.add_argument(
-        "--input-shape", type=shape, metavar="3x224x224", help="one sample, where a callable returns only a module"
+        "--input-shape",
+        type=shape,
+        metavar="3x224x224",
+        help="shape of one sample, needed if MODEL is a callable that returns a module alone",
     )
     optimizer_argument(group)
     dtype_argument(group)
@@ -240,7 +225,7 @@ def optimizer_argument(group: argparse._ArgumentGroup) -> None:
         "--optimizer",
         choices=list(OPTIMIZERS),
         default="sgd",
-        help="for its state's memory and update time (default: sgd)",
+        help="optimizer whose state and update are planned (default: sgd)",
     )
 
 
@@ -251,13 +236,15 @@ def dtype_argument(group: argparse._ArgumentGroup) -> None:
         type=precision,
         choices=list(DTYPES),
         default="float32",
-        help="what is computed in; bf16 and float16: mixed precision, parameters stay float32 (default: float32)",
+        help="type that layers compute in; with bf16 and float16 parameters stay float32 (default: float32)",
     )
 
 
 def step_arguments(group: argparse._ArgumentGroup, io: str = "as in layerwise search") -> None:
     """Adds the flags of the step that is planned: --input-shape, --optimizer, --dtype, --io (whose help is `io`)."""
-    group.add_argument("--input-shape", type=shape, metavar="3x224x224", help="one sample, as in layerwise search")
+    group.add_argument(
+        "--input-shape", type=shape, metavar="3x224x224", help="shape of one sample, as in layerwise search"
+    )
     optimizer_argument(group)
     dtype_argument(group)
     group.add_argument("--io", choices=["auto", "sample", "free", "boxes"], default="auto", help=io)
@@ -265,9 +252,14 @@ def step_arguments(group: argparse._ArgumentGroup, io: str = "as in layerwise se
 
 def space_arguments(group: argparse._ArgumentGroup) -> None:
     """Adds the flags of what may be split: --dims, --degrees."""
-    group.add_argument("--dims", metavar="n,c,h,w", help="dimensions to split (default: all but k, the reduction)")
     group.add_argument(
-        "--degrees", choices=["all", "powers-of-two"], default="all", help="divisors of N to try (default: all)"
+        "--dims", metavar="n,c,h,w", help="dimensions that may be split (default: all but k, the reduction)"
+    )
+    group.add_argument(
+        "--degrees",
+        choices=["all", "powers-of-two"],
+        default="all",
+        help="degrees that are tried: all divisors of N, or powers of two",
     )
 
 

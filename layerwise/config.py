@@ -92,7 +92,7 @@ class Config:
         some = [w for w in weights if w]
         divisor = some[0] if len(set(some)) == 1 else gcd(*some)
         weights = tuple(w // divisor for w in weights)
-        if weights[: len(some)] == (1,) * len(some):  # equal ones, on the first devices
+        if len(some) == self.total and weights[: len(some)] == (1,) * len(some):  # equal ones, on the first devices
             weights = ()
         return replace(self, placement="contiguous", weights=weights)
 

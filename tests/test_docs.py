@@ -77,7 +77,9 @@ def test_pages_are_written_out() -> None:
     """A page that is made of other files has what they say, not marks in their places: `make pages`."""
     for page in DOCS.rglob("*.md"):
         text = page.read_text(encoding="utf-8")
-        assert not re.search(r"^(?:--8<--|:::)|^<!-- (?:api|help): .*-->\n<!-- end -->", text, re.MULTILINE), page.name
+        assert not re.search(r"^(?:--8<--|:::)|^<!-- (?:api|help|job): .*-->\n<!-- end -->", text, re.MULTILINE), (
+            page.name
+        )
 
 
 def test_the_glossary_is_short() -> None:

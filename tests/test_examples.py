@@ -132,14 +132,6 @@ def held_out(said: str) -> list[float]:
     return [float(value) for value in re.findall(r"matter (\d\.\d+)", said)]
 
 
-def test_what_a_user_can_get_wrong_is_one_line() -> None:
-    done = launch(["examples/segment_volume.py", "--steps", "0", "--extent", "16"])
-    assert done.codes == [2, 2], done.stderr
-    for said in done.stderr:
-        assert "Traceback" not in said
-        assert said.count("layerwise: error: 0 samples are fewer than a batch of 1") == 1
-
-
 def test_what_one_rank_reads_wrong_ends_all(tmp_path: Path) -> None:
     """The other is told at once, in its own line, and does not wait for what never comes."""
     script = tmp_path / "one.py"

@@ -14,12 +14,12 @@ import tomllib
 import zipfile
 from dataclasses import dataclass, fields, is_dataclass
 from importlib.metadata import entry_points
-from operator import attrgetter
 from pathlib import Path
 
 import pytest
 
 import layerwise
+from tests.test_arguments import ROOMS, named
 
 ROOT = Path(__file__).parents[1]
 WRITTEN = ("ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "README.md")
@@ -177,6 +177,7 @@ def test_public_names_resolve() -> None:
     for name in layerwise.__all__:
         assert getattr(layerwise, name) is not None
     assert set(dir(layerwise)) == set(layerwise.__all__) == {*layerwise._HOME, "__version__"}
+    assert len(layerwise.__all__) <= 25
     with pytest.raises(AttributeError, match="'layerwise' has no attribute 'nothing'"):
         layerwise.nothing  # noqa: B018
 
@@ -186,10 +187,10 @@ def test_imports_are_lazy(tmp_path: Path) -> None:
     script = (
         "import sys, layerwise\n"
         "assert not {'torch', 'onnx', 'numpy', 'rich'} & set(sys.modules), 'import layerwise'\n"
-        "layerwise.Plan, layerwise.price, layerwise.timeline, layerwise.CostModel, layerwise.load_profile\n"
+        "layerwise.Plan, layerwise.price, layerwise.CostModel, layerwise.load_profile\n"
         "from layerwise.__main__ import dispatch\n"
         "from layerwise.cli import run_main\n"
-        "for name in ('search vgg61 --gpus 4', 'explain none.json a', 'diff none.json none.json'):\n"
+        "for name in ('search vgg61 --gpus 4', 'explain none.json a'):\n"
         "    assert run_main(dispatch, name.split()) == 2\n"
         "layerwise.plot.strategy\n"
         "assert not {'torch', 'onnx', 'matplotlib'} & set(sys.modules), 'planning'\n"
@@ -224,12 +225,12 @@ def test_modules_run_without_warning(module: str, tmp_path: Path) -> None:
     assert python("-W", "error", "-m", module, "--help", cwd=tmp_path).startswith("usage: layerwise")
 
 
-NAMED = [name for name in layerwise.__all__ if name not in ("__version__", "plot")]
+NAMED = [name for name in (*layerwise.__all__, *ROOMS) if name not in ("__version__", "plot")]
 
 
 @pytest.mark.parametrize("name", [*NAMED, *(f"plot.{name}" for name in layerwise.plot.__all__)])
 def test_public_names_say_their_arguments_and_their_examples_hold(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    public = attrgetter(name)(layerwise)
+    public = named(name) if name in NAMED else getattr(layerwise.plot, name.removeprefix("plot."))
     monkeypatch.setenv("COLUMNS", "80")
     text = inspect.getdoc(public) or ""
     if inspect.isclass(public):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from layerwise.config import Config, SearchSpace
+from layerwise.config import Config, SearchSpace, parse
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import price
 from layerwise.errors import LayerwiseError
@@ -18,8 +18,9 @@ from layerwise.graph.fuse import fuse
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.load import load_model
 from layerwise.machine import load
+from layerwise.ops.facts import Dim
 from layerwise.partition.buckets import BUCKET_BYTES
-from layerwise.plan import Plan, checksum, load_plan, parse_strategy
+from layerwise.plan import Plan, checksum, load_plan, parse_plan, parse_strategy
 from layerwise.search.find import candidate, search
 from layerwise.search.make_plan import make_plan
 from layerwise.search.report import found as report_json
@@ -294,3 +295,24 @@ class TestFiles:
             with pytest.raises(LayerwiseError, match="cannot be written"):
                 write(path)
         assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("weights", "said"),
+    [
+        ([0, 0], "weights of 0 leave every device without a box"),
+        ([1, 0], "has 2 boxes, and its weights give 1 devices one"),
+        ([1], "weights are 2 whole numbers from 0 to 10,000, one a device"),
+        ([1, 2.5], "weights are 2 whole numbers"),
+    ],
+)
+def test_unsound_weights_are_refused(weights: object, said: str) -> None:
+    with pytest.raises(LayerwiseError, match=said):
+        parse({"n": 2, "weights": weights}, [Dim("n", 8)], 2, "fc1")
+
+
+def test_a_plan_of_unequal_devices_comes_back_as_it_was() -> None:
+    strategy = {"fc1": Config.of({"n": 2}).weighted((3, 0, 1)), "fc2": Config.of({"c": 3})}
+    plan = Plan("lenet5", "", 64, 3, 3, "sample", True, strategy, shares=(3, 1, 1))
+    assert parse_plan(plan.dumps(), "it") == plan
+    assert '"version": 3' in plan.dumps()

@@ -47,7 +47,7 @@ class Live(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         # What is in oneDNN's layout has no storage; it lives within one call, as a kernel's own buffers do.
-        self.see(t for t in tree_leaves(out) if isinstance(t, Tensor) and not t.is_mkldnn)
+        self.see(t for t in tree_leaves(out) if isinstance(t, Tensor) and not t.is_mkldnn and not t.is_meta)
         return out
 
 

@@ -55,9 +55,9 @@ def network(device: torch.device, kind: torch.dtype = torch.float64) -> tuple[nn
 def made(comm: Comm, model: nn.Module, x: Tensor, **how: object) -> nn.Module:
     """Parallel, along height and output channels where there are two."""
     strategy = SPLIT if comm.size > 1 else None
-    options = layerwise.ParallelOptions(measure_s=0)
+    options = layerwise.ParallelOptions(measure_s=0, verbose=False)
     parallel: nn.Module = layerwise.parallelize(
-        copy.deepcopy(model), x, batch=len(x), strategy=strategy, options=options, verbose=False, **how
+        copy.deepcopy(model), x, batch=len(x), strategy=strategy, options=options, **how
     )
     return parallel
 

@@ -33,7 +33,7 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce", "exch
 # Ways to run them, and `compile` of `parallelize`.
 COMPILE = {"": False, "CUDA graph": False, "compiled": True, "reduce-overhead": {"mode": "reduce-overhead"}}
 ON_GPU = ("CUDA graph", "reduce-overhead")
-OPTIONS, STEPS = layerwise.ParallelOptions(measure_s=0), 3
+OPTIONS, STEPS = layerwise.ParallelOptions(measure_s=0, verbose=False), 3
 Step = Callable[[], Tensor]
 
 
@@ -69,9 +69,7 @@ def searched(setting: Setting) -> Found:
 def loader(setting: Setting) -> Found:
     """A BoxLoader's batches are the samples, in pinned memory where there is a GPU, and train."""
     x = torch.randn(8, *find("lenet5").input_shape).numpy()
-    model = layerwise.parallelize(
-        find("lenet5").build().to(setting.where), torch.from_numpy(x[:4]), options=OPTIONS, verbose=False
-    )
+    model = layerwise.parallelize(find("lenet5").build().to(setting.where), torch.from_numpy(x[:4]), options=OPTIONS)
     multiprocessing.set_start_method("fork", force=True)  # of the loader's worker, as in a script
     batches = [batch for (batch,) in layerwise.BoxLoader(model, x, workers=1)]
     assert torch.equal(torch.cat(batches), torch.from_numpy(x))
@@ -128,7 +126,7 @@ def beside_eager(setting: Setting, name: str, batch: int, way: str) -> Found:
             module.p = 0.0  # ours draws by position: other values than PyTorch's
     options = {"backend": "eager"} if setting.tiny and way == "compiled" else COMPILE[way]
     graph, reference = way == "CUDA graph", step_of(copy.deepcopy(plain), x, target)
-    parallel = partial(layerwise.parallelize, verbose=False, options=OPTIONS, compile=options)
+    parallel = partial(layerwise.parallelize, options=OPTIONS, compile=options)
     models = {"layerwise": parallel(copy.deepcopy(plain), x)}
     if not way:
         with patch("layerwise.run.load.replacements", return_value=None):

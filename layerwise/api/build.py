@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,12 +22,16 @@ from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import Network
 from layerwise.importers.torch.read.arguments import Call
+from layerwise.importers.torch.read.calls import RecordedCall, returning_written
 from layerwise.plan import Plan, parse_plan
 from layerwise.report.text import text
+from layerwise.run.calls import Calls
 from layerwise.run.guards.hooks import without_hooks
+from layerwise.run.layered import LayeredRun
 from layerwise.run.load import build_module
 from layerwise.run.options import RuntimeOptions, uses_local_batch_norm
-from layerwise.run.parallel import ParallelModule
+from layerwise.run.parallel import ParallelModule, of
+from layerwise.run.state.tree import without_memory
 
 Built = tuple[ParallelModule, tuple[RenderableType, ...]]  # and what rank 0 shows of it
 
@@ -45,20 +49,33 @@ class Task:
     request: Request
     runtime: RuntimeOptions
     options: ParallelOptions
-    shared: Sequence[str] | None = None  # inputs that are the same for all samples; None: they are found out
+    calls: Sequence[RecordedCall] = ()  # the ways in which it is called; (): by `call` alone
+    as_called: bool = False  # with this batch alone
 
     def build(self) -> Built:
         """Returns the module. LayerwiseError where the model cannot be imported, or no plan fits."""
         a_module = isinstance(self.model, nn.Module)
         with without_hooks(self.model) if isinstance(self.model, nn.Module) else nullcontext():
-            shared = self.plan.shared if self.plan is not None and self.shared is None else self.shared
+            shared = self.options.shared
+            if self.plan is not None and shared is None:
+                shared = self.plan.shared
             together = self.options.samples_together or (self.plan is not None and self.plan.together)
-            how = partial(network, self.model, self.call, self.batch, shared, together=together)
-            made, _ = agree(self.world.comm, lambda: (how(), None))
-            imported = replace(made, itself=a_module)
-        return self._by_layers(imported, dtype_of(imported))
+            how = partial(network, self.model, batch=self.batch, shared=shared, together=together)
+            made, _ = agree(self.world.comm, lambda: (self._imported(partial(how, as_called=self.as_called)), None))
+            ways = [replace(one, itself=a_module) for one in made]
+        # The parameters of the last are those of all: a first chunk has no layers of what was before it.
+        return self._by_layers(ways[-1], dtype_of(ways[-1]), ways)
 
-    def _by_layers(self, imported: Network, dtype: torch.dtype) -> Built:
+    def _imported(self, how: Callable[..., Network]) -> list[Network]:
+        """Returns the network of each way in which the model is called."""
+        if not self.calls:
+            return [how(call=self.call)]
+        assert isinstance(self.model, nn.Module)
+        calls = self.calls if self.world.size > 1 else self.calls[-1:]  # one rank runs the model as it is written
+        with returning_written(self.model):
+            return [how(call=recorded.call) for recorded in calls]
+
+    def _by_layers(self, imported: Network, dtype: torch.dtype, ways: Sequence[Network]) -> Built:
         """LayerwiseError where no plan fits, or the module has what layers would leave out."""
         world, plan = self.world, self.plan
         world.comm.handshake({"model": imported.graph.digest, "element type": str(dtype)})
@@ -78,7 +95,12 @@ class Task:
             choice = replace(choice, plan=replace(choice.plan, provenance=facts))
         agreed = parse_plan(world.comm.broadcast_text("" if choice is None else choice.plan.dumps()), "rank 0's plan")
         runtime = replace(runtime, local_batch_norm=uses_local_batch_norm(agreed))
+        several = self.calls if world.size > 1 else ()
+        kept = [without_memory(way) for way, _ in zip(ways, several, strict=False)]  # while its parameters are there
         module = build_module(agreed, imported, world.comm, runtime)
+        run = of(module)
+        if kept and isinstance(run, LayeredRun):
+            self._add_ways(run, kept, Planner(graph, world, machine.profile, request), agreed)
         if choice is None:
             return module, ()
         notes = [*choice.notes, *machine.notes]
@@ -90,16 +112,29 @@ class Task:
         if imported.shared_found:
             notes.append(
                 f"{', '.join(imported.shared)}: as long as the batch, and yet the same for all samples, as running the "
-                "model on some of them showed; shared= says otherwise"
+                "model on some of them showed; ParallelOptions(shared=...) says otherwise"
             )
         noted = replace(choice, notes=tuple(notes))
         return module, (text(report(noted, world, machine.source)),)
+
+    def _add_ways(self, run: LayeredRun, ways: Sequence[Network], planner: Planner, plan: Plan) -> None:
+        """Plans every other way in which the model is called, around the same boxes of parameters."""
+        comm, run.calls = self.world.comm, Calls(run, run.evaluation)
+        for way, recorded in zip(ways, self.calls, strict=True):
+            agreed = plan
+            if way is not ways[-1]:
+                beside = replace(planner, graph=fuse(way.graph), request=replace(planner.request, effort="quick"))
+                choice = alone(comm, lambda beside=beside: beside.choose(None, plan))  # type: ignore[misc]
+                text = comm.broadcast_text("" if choice is None else choice.plan.dumps())
+                agreed = parse_plan(text, "rank 0's plan")
+            assert way.arguments is not None
+            run.calls.add(way, agreed, way.arguments.named(*recorded.call), recorded.carried)
 
     def _raced(self, choice: Choice | None, imported: Network, runtime: RuntimeOptions) -> Choice | None:
         """Returns the choice whose plan is fastest on these ranks; None on ranks other than 0, as before."""
         comm = self.world.comm
         if self.request.io is not None:
-            raise LayerwiseError("race= feeds each rank samples: leave out io='boxes'")
+            raise LayerwiseError("race= feeds each rank its samples: leave io= out of ParallelOptions")
         choices = alone(comm, lambda: [] if choice is None else contenders(choice, self.options.race))
         plans = agreed_plans(comm, lambda: [c.plan for c in choices or ()])
         runtime = replace(runtime, local_batch_norm=self.request.local_batch_norm)

@@ -55,7 +55,7 @@ def feed(data: object, name: str, workers: int = 0) -> Feed:
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, NO_DATASETS):
         return Feed(name, data, len(data), default_collate, workers)
     if isinstance(data, DataLoader):
-        raise LayerwiseError(f"{name} is a DataLoader: give its data set; fit takes batch=, shuffle= and workers=")
+        raise LayerwiseError(f"{name} is a DataLoader: give its data set; fit makes batches of it")
     what = "an IterableDataset, whose samples have no numbers" if isinstance(data, IterableDataset) else ""
     raise LayerwiseError(f"{name} is {what or f'of type {type(data).__name__}'}: {EXPECTED}")
 

@@ -23,10 +23,10 @@ from layerwise.api.evaluation import Metric, check_loss, check_targets, evaluate
 from layerwise.api.feed import Feed, feed
 from layerwise.api.optimizers import OptimizerLike, SchedulerLike, build, planned
 from layerwise.api.optimizers import check as check_optimizer
-from layerwise.api.parallelize import Further, parallelize
+from layerwise.api.parallelize import DEFAULT, Further, parallelize
 from layerwise.api.source import Model
-from layerwise.api.split import seat
-from layerwise.arguments import Count, Natural, NotNegative, Seed, checked
+from layerwise.api.world import ranks_here
+from layerwise.arguments import Count, Natural, NotNegative, checked
 from layerwise.checkpoint.signals import handled
 from layerwise.cli import console
 from layerwise.comm.guard import noted
@@ -87,68 +87,67 @@ def fit(
     batch: Count | None = None,
     held_out: object = None,
     metrics: Mapping[str, Metric] | None = None,
-    shuffle: bool = True,
     workers: Natural = 0,
     scheduler: SchedulerLike | None = None,
     clip_norm: NotNegative | None = None,
     autocast: torch.dtype | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     resume: bool = False,
-    seed: Seed = 0,
-    progress: bool = True,
+    options: ParallelOptions = DEFAULT,
     **keywords: Unpack[Further],
 ) -> Fitted:
     """Trains `model` for `epochs` passes over `data`, on the ranks that torchrun started, or on one device.
 
         fitted = layerwise.fit(model, (x, y), nn.CrossEntropyLoss(), "adam", epochs=5, held_out=(x_test, y_test))
 
-    The order of the samples depends on `seed` and the epoch alone, so losses and weights do not depend on the number
-    of ranks. No sample is left out: what remains joins the last batch where it is less than half a batch. At the end
-    an nn.Module is plain again and has the trained values; what was parallel before, a model of the meta device, and a
-    file's stay parallel.
+    The samples are shuffled by `options.seed` and the epoch alone, so losses and weights do not depend on the number of
+    ranks. No sample is left out: a rest of less than half a batch joins the last batch. At the end an nn.Module is
+    plain again and has the trained values. A model that was parallel before, one of the meta device, and one of a file
+    stay parallel.
 
     Args:
-        model: As `parallelize` takes it, or what it returned.
+        model: What `parallelize` takes, or what it returned.
         data: (inputs, targets) tensors, or a map-style Dataset of (input, target); all ranks give the same.
-        loss: Of outputs and targets, a mean over samples: class weights, and targets that it ignores, are refused.
-        optimizer: "sgd", "momentum", "adam", "adamw"; a function of the parameters; or one over the model's parameters,
-            which then has the parallel module's in their place.
-        epochs: Passes over the data.
-        batch: Samples of all ranks together. None: 32.
+        loss: A function of outputs and targets that is a mean over samples. One with class weights or ignored targets
+            is refused, because its value would depend on the number of ranks.
+        optimizer: "sgd", "momentum", "adam" or "adamw"; a function of the parameters; or an optimizer of the model's
+            parameters, which is given the parallel module's in their place.
+        epochs: The passes over the data.
+        batch: The samples of all ranks together. None: 32.
         held_out: Data to evaluate on after every epoch.
-        metrics: Means over samples, by name; accuracy comes with outputs that are scores of classes.
-        shuffle: Another order every epoch.
-        workers: Processes that load the samples; 0: this one does.
-        scheduler: The optimizer's, or a function of it; it steps once an epoch.
-        clip_norm: The largest norm of all gradients together.
-        autocast: torch.bfloat16 for mixed precision, which is planned, and in which model and loss are computed.
-        checkpoint: A folder that all ranks share, written after every epoch, and where SIGUSR1 or SIGTERM asks for it:
-            the latter then ends the program, with `checkpoint.STOPPED`.
-        resume: Whether to go on from the checkpoint, also on another number of ranks.
-        seed: Of the samples' order, and of `ParallelOptions`.
-        progress: Rank 0 prints a line an epoch.
-        keywords: Further arguments of `parallelize`, which plan the model.
+        metrics: Functions of outputs and targets that are means over samples, by name. Accuracy is there by itself
+            where the outputs are scores of classes.
+        workers: The processes that load samples; 0: this one does.
+        scheduler: The optimizer's scheduler, or a function of the optimizer. It steps once an epoch.
+        clip_norm: The largest norm that all gradients together may have.
+        autocast: torch.bfloat16 for mixed precision, in which model and loss are computed.
+        checkpoint: A folder that all ranks share. It is written after every epoch, and where SIGUSR1 or SIGTERM asks
+            for it; SIGTERM then ends the program with `checkpoint.STOPPED`.
+        resume: Whether to go on from the checkpoint, which may be another number of ranks'.
+        options: Those of `parallelize`; the optimizer is known. A model that is parallel already takes `seed` and
+            `verbose` alone.
+        keywords: The other arguments of `parallelize`: strategy, memory_limit, compile and device_mesh.
 
     Returns:
-        The model, trained, its optimizer, and what each epoch came to.
+        The model, trained, its optimizer, and the result of each epoch.
 
     Raises:
         LayerwiseError: Data, loss or optimizer do not fit, or what `parallelize` raises.
 
     Examples:
         >>> import layerwise
-        >>> x = torch.randn(64, 4)
-        >>> fitted = layerwise.fit(nn.Linear(4, 1), (x, x.sum(1, keepdim=True)), nn.MSELoss(), "sgd", progress=False,
-        ...                        verbose=False)
+        >>> x, quiet = torch.randn(64, 4), layerwise.ParallelOptions(verbose=False)
+        >>> fitted = layerwise.fit(nn.Linear(4, 1), (x, x.sum(1, keepdim=True)), nn.MSELoss(), "sgd", options=quiet)
         >>> len(fitted.history)
         1
     """
     check_loss(loss)
     check_optimizer(optimizer, scheduler)
-    if isinstance(model, ParallelModule) and keywords:
+    planning = replace(options, seed=DEFAULT.seed, verbose=DEFAULT.verbose) != DEFAULT
+    if isinstance(model, ParallelModule) and (keywords or planning):
         raise LayerwiseError(
-            f"{next(iter(keywords))}= says how to make a model parallel, but this one is already: give it to the call "
-            "of parallelize that made it"
+            f"{next(iter(keywords), 'options')}= says how to make a model parallel, but this one is already: give it "
+            "to the call of parallelize that made it"
         )
     check_autocast(autocast)
     if autocast == torch.float16:
@@ -166,14 +165,15 @@ def fit(
             check_targets(loss, source.target, source.name)
     plain = isinstance(model, nn.Module) and not isinstance(model, ParallelModule)
     plain = plain and not any(p.is_meta for p in model.parameters())  # type: ignore[union-attr]
-    module = _module(model, train, batch, planned(optimizer), seed, autocast, keywords)
+    settings = replace(options, optimizer=planned(optimizer))
+    module = _module(model, train, batch, settings, {"autocast": autocast, **keywords})
     built = build(optimizer, module)
     schedule = scheduler if scheduler is None or isinstance(scheduler, LRScheduler) else scheduler(built)
     objective = UserObjective(module, train, loss, autocast)
-    trainer = Trainer(module, objective, _sampler(train, module, seed, shuffle), built, clip_norm)
+    trainer = Trainer(module, objective, _sampler(train, module, options.seed), built, clip_norm)
     each, done, saved = trainer.sampler.per_epoch, 0, -1
-    facts: dict[str, str | int] = {"samples": train.count, "batch": of(module).plan.batch, "seed": seed}
-    facts |= {"shuffle": shuffle, "steps an epoch": each}
+    facts: dict[str, str | int] = {"samples": train.count, "batch": of(module).plan.batch, "seed": options.seed}
+    facts["steps an epoch"] = each
     if checkpoint is not None and resume:
         resumed = checkpoints.resume(checkpoint, module, built, facts)
         done = 0 if resumed is None else int(resumed[1]["steps"])
@@ -189,7 +189,7 @@ def fit(
 
     fitted, printing, saving = (
         Fitted(module, built),
-        of(module).comm.rank == 0 and progress,
+        of(module).comm.rank == 0 and options.verbose,
         Saving(of(module).comm, begin),
     )
     with saving.signals.taken(stop=checkpoint is not None):
@@ -238,9 +238,7 @@ def _module(
     model: Model | ParallelModule,
     train: Feed,
     batch: int | None,
-    optimizer: str,
-    seed: int,
-    autocast: torch.dtype | None,
+    options: ParallelOptions,
     keywords: Mapping[str, Any],
 ) -> ParallelModule:
     if isinstance(model, ParallelModule):
@@ -249,24 +247,21 @@ def _module(
                 f"the model is planned for batches of {model.plan.batch}, not {batch}: leave batch= out"
             )
         return model
-    options = keywords.get("options", ParallelOptions())
-    ranks = seat()[1] if options.comm is None else options.comm.size
+    ranks = ranks_here() if options.comm is None else options.comm.size
     if train.count < ranks:
         raise LayerwiseError(f"the data set has {train.count} samples, too few for {ranks} ranks: start fewer")
     samples = BATCH if batch is None else batch
     ((examples, _),) = train.batches([range(min(2, train.count))])
     # The data is loaded to the CPU; where there are GPUs, this rank's computes.
     device = default_device(int(os.environ.get("LOCAL_RANK", "0")))
-    inputs, samples = tuple(x.to(device) for x in examples), min(samples, train.count)
-    settings = {**keywords, "options": replace(options, seed=seed)}
-    return parallelize(model, inputs, batch=samples, optimizer=optimizer, autocast=autocast, **settings)
+    inputs = tuple(x.to(device) for x in examples)
+    return parallelize(model, inputs, batch=min(samples, train.count), options=options, **keywords)
 
 
-def _sampler(train: Feed, module: ParallelModule, seed: int, shuffle: bool) -> StepSampler:
+def _sampler(train: Feed, module: ParallelModule, seed: int) -> StepSampler:
     """Returns the sampler. A last batch of less than half joins the one before: so all ranks have a part of it."""
     size = of(module).plan.batch
-    join = max(-(-size // 2), least(of(module).plan))
-    return StepSampler(train.count, size, seed=seed, join=join, shuffle=shuffle)
+    return StepSampler(train.count, size, seed=seed, join=max(-(-size // 2), least(of(module).plan)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ from layerwise.measure.job import Job, on_device
 from layerwise.measure.links import conditions as link_conditions
 from layerwise.measure.links import measure_links, with_links
 from layerwise.measure.topology import find_topology
+from layerwise.partition.place import data_parallel
 from layerwise.plan import Plan
 from layerwise.progress import progress_bar
 from layerwise.run.load import load
@@ -190,10 +191,18 @@ def _layers(planner: Planner, profile: Profile, budget_s: float) -> tuple[Profil
 
 
 def strategies(model: CostModel, space: SearchSpace) -> list[Mapping[str, Config]]:
-    """Returns the best strategy, the additive optimum and the baselines: whose times matter most."""
-    result = search(model, space)
+    """Returns the best strategy, the additive optimum and the baselines: whose times matter most.
+
+    Of unequal devices also those by which weights are chosen: each kind alone, and equal parts of the samples.
+    """
+    result, inner = search(model, space), model.graph.inner
     candidates = [result.best, result.additive, *result.baselines.values()]
-    return [{layer.name: c.strategy[layer.name] for layer in model.graph.inner} for c in candidates]
+    found: list[Mapping[str, Config]] = [{x.name: c.strategy[x.name] for x in inner} for c in candidates]
+    if kinds := model.devices.kind_of:
+        alone = [Config().weighted(tuple(int(i == kinds.index(k)) for i in range(len(kinds)))) for k in set(kinds)]
+        found += [dict.fromkeys((layer.name for layer in inner), one) for one in alone]
+        found.append({layer.name: data_parallel(layer, min(len(kinds), model.graph.batch)) for layer in inner})
+    return found
 
 
 def module(plan: Plan, graph: LayerGraph, mode: Mode) -> nn.Module:

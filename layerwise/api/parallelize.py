@@ -1,22 +1,21 @@
-"""parallelize: a model in a training loop of the user's becomes this rank's part of a layer-wise parallel one."""
+"""parallelize: splits the layers of the model of your training loop over the ranks."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
-from rich.text import Text
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
-from layerwise.api.accumulate import Accumulate
-from layerwise.api.arguments import ParallelOptions, check, check_autocast, check_io, facts
+from layerwise.api.arguments import ParallelOptions, check, check_autocast, facts
 from layerwise.api.build import Task
 from layerwise.api.loaders import example_of
 from layerwise.api.planner import Request, Strategy
@@ -25,6 +24,7 @@ from layerwise.api.world import join
 from layerwise.arguments import Count, checked
 from layerwise.cli import console
 from layerwise.errors import LayerwiseError
+from layerwise.importers.torch.read.calls import RecordedCall, recorded
 from layerwise.importers.torch.read.fed import fed_by
 from layerwise.machine import reserved_bytes
 from layerwise.plan import Plan, load_plan
@@ -41,24 +41,19 @@ DEFAULT = ParallelOptions()
 class Further(TypedDict, total=False):
     """The keywords of `parallelize` that `fit` hands on."""
 
-    strategy: Strategy | None
-    plan: Plan | str | os.PathLike[str] | None
+    strategy: Strategy | Plan | os.PathLike[str] | None
     memory_limit: float | str | None
     compile: bool | Mapping[str, Any]
-    io: Literal["boxes", "free"] | None
-    inference: bool
-    shared: Sequence[str] | None
     device_mesh: DeviceMesh | dist.ProcessGroup | None
-    verbose: bool
-    options: ParallelOptions
 
 
 class Keywords(Further, total=False):
     """The keywords of `parallelize`, which the integrations take, too."""
 
     batch: Count | None
-    optimizer: str
     autocast: torch.dtype | None
+    inference: bool
+    options: ParallelOptions
 
 
 @process_kept()
@@ -66,108 +61,117 @@ class Keywords(Further, total=False):
 @checked
 def parallelize(
     model: Model,
-    example_inputs: ExampleInputs | DataLoader[Any] | None = None,
+    example_inputs: ExampleInputs | DataLoader[Any] | Callable[[], object] | None = None,
     *,
-    strategy: Strategy | None = None,
-    plan: Plan | str | os.PathLike[str] | None = None,
+    strategy: Strategy | Plan | os.PathLike[str] | None = None,
     batch: Count | None = None,
     memory_limit: float | str | None = None,
-    optimizer: str = "sgd",
     autocast: torch.dtype | None = None,
     compile: bool | Mapping[str, Any] = False,
-    io: Literal["boxes", "free"] | None = None,
     inference: bool = False,
-    shared: Sequence[str] | None = None,
     device_mesh: DeviceMesh | dist.ProcessGroup | None = None,
-    verbose: bool = True,
     options: ParallelOptions = DEFAULT,
 ) -> ParallelModule:
-    """Returns this rank's part of `model`, every layer of which is split as is predicted to be fastest.
+    """Splits every layer of `model` as is predicted to be fastest, and returns this rank's part of it.
 
         model = layerwise.parallelize(model, example_inputs)    # under torchrun; was: DistributedDataParallel(model)
         optimizer = torch.optim.AdamW(model.parameters())       # after this call
 
     Nothing else in the loop changes: each rank feeds its own samples and takes the loss of its own outputs. The numbers
-    are those of one device on all ranks' samples together, where the loss is a mean over samples. Every rank calls it
-    alike; without torchrun the model runs on one device. A script for one device says two things:
+    are those of one device on the samples of all ranks together, where the loss is a mean over samples. Every rank
+    calls it with the same arguments. Without torchrun the model runs on one device.
 
-        model = layerwise.parallelize(model, loader)    # a batch of all ranks together is one of the loader's
-        loader = layerwise.split(loader, model)         # of which each rank loads its share
+    A script for one device needs two lines:
+
+        model = layerwise.parallelize(model, loader)    # a batch of the loader is that of all ranks together
+        loader = layerwise.split(loader, model)         # each rank loads its share of every batch
 
     Args:
-        model: An nn.Module (where ranks' values differ, rank 0's win; on the meta device they are drawn from
+        model: An nn.Module (where the ranks' values differ, rank 0's win; on the meta device they are drawn from
             `options.seed`), an ExportedProgram, or the path of an .onnx file.
-        example_inputs: What one rank calls the model with, a tensor, a tuple, or a dict of arguments by name; or one
-            device's DataLoader of (inputs, target) or of tensors by name, whose batches are of all ranks together.
-        strategy: "data", "model", "owt", or {layers: {dimension: degree}} for some layers, such as {"fc*": {"c": 4}}
-            (outputs) or {"head": {"k": 4}} (inputs); {} is one device. Layers are named as one, as a module around
-            them, or with * and ?. The others are optimised around them. None: all are.
-        plan: A plan, or its file, to run without a search.
-        batch: Samples of all ranks together. None: the example's times the number of ranks. With fewer samples than
-            ranks every rank feeds the whole batch; where the model returns its loss, it may feed its boxes alone.
-        memory_limit: Bytes a device, or a text such as "14GB", that a step may take; layers recompute or share out
-            their states where that is needed. None: what a device has, less what libraries take.
-        optimizer: "sgd", "momentum" or "adam", for the memory of its state.
+        example_inputs: What one rank calls the model with: a tensor, a tuple, or a dict of arguments by name. Or the
+            DataLoader of one device, of (inputs, target) or of tensors by name; its batch is that of all ranks. Or, for
+            inference, a function that calls the model, such as `lambda: vae.decode(latent)`, which runs on shapes
+            alone: every rank then makes these calls, and is returned all; state between them stays in boxes.
+        strategy: How to split, where you know it. A name: "data", "model" or "owt". Some layers by hand, as
+            {layers: {dimension: degree}}: {"fc*": {"c": 4}} splits outputs, {"head": {"k": 4}} inputs, {} means one
+            device; layers are named singly, by a module around them, or with * and ?, and all others are optimised. A
+            `Plan`, or its .json file. None: every layer is optimised.
+        batch: The samples of all ranks together. None: the example's times the number of ranks. With fewer samples than
+            ranks every rank feeds the whole batch, or its boxes of it where the model returns its loss.
+        memory_limit: The bytes of a device that a step may take, or a text such as "14GB". Layers are recomputed, or
+            share out their states, where that is needed. None: what a device has, less what libraries take.
         autocast: torch.bfloat16 or torch.float16, where the loop calls the model within torch.autocast of that type.
-        compile: What a rank computes by itself goes through torch.compile; a dict has its arguments.
-        io: "boxes", where each rank feeds only its boxes of the inputs (`BoxLoader`), and the loss is inside the model;
-            "free", where each feeds the whole batch. example_inputs are then those of the whole batch, also on the meta
-            device. None: each feeds its samples, where each has one.
-        inference: Plan for answers alone: the forward pass, with running statistics and nothing saved. The module is in
-            evaluation mode, and its parameters are not trained.
-        shared: Inputs, by name, that are the same for all samples and on all ranks, such as ("texts",) for the texts of
-            classes. None: those as long as the example's batch are found out by running the model, and named.
-        device_mesh: The ranks to plan for, which alone call this: a 1-D mesh, such as `mesh["domain"]`, or a process
-            group. Of a 2-D mesh the first dimension has replicas, each of which computes samples of its own in every
-            layer. None: all ranks.
-        verbose: Rank 0 prints what was chosen, what it gains, and what that rests on.
-        options: What needs to be said seldom.
+        compile: Whether torch.compile compiles what a rank computes by itself; a dict has its arguments.
+        inference: Whether to plan for the forward pass alone, with nothing saved. The model is then in evaluation mode,
+            and its parameters are not trained.
+        device_mesh: The ranks to plan for, which alone call this: a 1-D mesh such as `mesh["domain"]`, or a process
+            group. The first dimension of a 2-D mesh has replicas, each of which computes samples of its own. None: all
+            ranks.
+        options: What few scripts need, as `ParallelOptions` says.
 
     Returns:
-        The parallel module.
+        The model, changed in place: a parallel module.
 
     Raises:
-        LayerwiseError: The model, the inputs, the strategy, the plan or the memory will not do.
-        CommError: Ranks are missing, or were given something else.
+        LayerwiseError: The model, the inputs, the strategy or the memory limit will not do.
+        CommError: Ranks are missing, or have other arguments.
 
     Examples:
         >>> import layerwise
-        >>> model = layerwise.parallelize(torch.nn.Linear(4, 2), torch.randn(8, 4), verbose=False)  # on one device
+        >>> quiet = layerwise.ParallelOptions(verbose=False)
+        >>> model = layerwise.parallelize(torch.nn.Linear(4, 2), torch.randn(8, 4), options=quiet)  # on one device
         >>> model(torch.randn(8, 4)).shape, model.plan.gpus
         (torch.Size([8, 2]), 1)
     """
-    if plan is not None and strategy is not None:
-        raise LayerwiseError("plan= and strategy= both say how to split: give one of them")
-    check(model, optimizer, memory_limit)
+    check(model, options.optimizer, memory_limit)
     check_autocast(autocast)
     settings = settings_of(compile)
     if isinstance(example_inputs, DataLoader):
         if batch is not None:
             raise LayerwiseError("batch= and the DataLoader both say how many samples a batch has: leave batch= out")
         example_inputs, batch = example_of(example_inputs)
-    call, examples = examples_of(example_inputs, model)
+    plan, named = plan_or_strategy(strategy)
+    calls, as_called = list[RecordedCall](), False
+    if callable(example_inputs) and not isinstance(example_inputs, torch.Tensor):
+        if not (inference and isinstance(model, nn.Module)):
+            raise LayerwiseError("a function as example_inputs calls a module in inference: give inference=True")
+        if options.io is not None or batch is not None or plan is not None:
+            raise LayerwiseError(
+                "a function as example_inputs says what every rank feeds: leave out io=, batch= and plans"
+            )
+        calls = recorded(model.eval(), example_inputs)
+        several = len(calls) > 1 or bool(calls[0].carried)
+        options = replace(options, io="boxes" if several else "free")
+        call, calls = calls[-1].call, calls if several else []
+        examples = tuple(x for x in pytree.tree_leaves(call) if isinstance(x, torch.Tensor))
+        as_called = True
+    else:
+        call, examples = examples_of(example_inputs, model)
     device = device_of(model, examples)
     world = join(device, device_mesh, options.comm, options.timeout_s)
-    user_plan = plan if isinstance(plan, Plan) or plan is None else load_plan(plan)
-    check_io(io, user_plan)
-    full = io is not None or (user_plan is not None and user_plan.io == "boxes")
+    io, shared = options.io, options.shared
+    if io is not None and plan is not None and plan.io != io:
+        raise LayerwiseError(f"the plan has io {plan.io!r}, not {io!r}: leave io= out of ParallelOptions")
+    full = io is not None or (plan is not None and plan.io == "boxes")
     arguments = {
-        "batch": batch, "strategy": repr(strategy), "io": io, "inference": inference, "optimizer": optimizer,
-        "autocast": autocast, "compile": settings is not None, "memory_limit": memory_limit,
+        "batch": batch, "strategy": repr(named), "inference": inference, "autocast": autocast,
+        "compile": settings is not None, "memory_limit": memory_limit, "names of inputs": ", ".join(call[1]),
         "device_mesh": f"{world.replicas} x {world.size // world.replicas} ranks {world.device_order}",
-        "names of inputs": ", ".join(call[1]), "shared": shared and ", ".join(shared),
     }  # fmt: skip
-    world.comm.handshake(facts(user_plan, call, options, arguments))  # before the work that they are for
+    world.comm.handshake(facts(plan, call, options, arguments))  # before the work that they are for
     own = examples[0].shape[0] if examples else 0
     if shared and isinstance(model, nn.Module):  # the first of them may be one of these
         own = fed_by(model, call, shared).batch
     counted = own * (1 if full else world.size)
-    samples = _batch(batch, counted, user_plan)
+    samples = _batch(batch, counted, plan)
     available = world.memory_bytes - reserved_bytes(world.memory_bytes, device.type)
     memory = available if memory_limit is None else parse_bytes(memory_limit, "memory_limit")
     world = world if memory_limit is None else replace(world, memories=())
     local = options.local_batch_norm
-    request = Request(_title(model), torch.float32, memory, optimizer, local, autocast, io, inference, options.effort)
+    request = Request(
+        _title(model), torch.float32, memory, options.optimizer, local, autocast, io, inference, options.effort
+    )
     runtime = RuntimeOptions(
         device,
         seed=options.seed,
@@ -176,19 +180,25 @@ def parallelize(
         compare_ranks=options.compare_ranks,
         compare_model=options.compare_model,
     )
-    module, shown = Task(model, call, samples, user_plan, strategy, world, request, runtime, options, shared).build()
+    task = Task(model, call, samples, plan, named, world, request, runtime, options, calls, as_called)
+    module, shown = task.build()
     if inference:
         module.eval().requires_grad_(False)
-    if (every := options.sync_every) > 1:
-        Accumulate(module, every)
-        batch_of_step = f"the effective batch is {every * of(module).plan.batch:,}"
-        shown += (Text(f"sync_every={every}: the optimizer steps every {every} batches; {batch_of_step}"),)
-    if verbose and world.comm.rank == 0:
+    if options.verbose and world.comm.rank == 0:
         if not inference:
             of(module).step_check = StepCheck.of(of(module).plan, lambda line: console().print(line, soft_wrap=True))
         for line in shown:
             console().print(line)
     return module
+
+
+def plan_or_strategy(strategy: Strategy | Plan | os.PathLike[str] | None) -> tuple[Plan | None, Strategy | None]:
+    """Returns a plan, where `strategy` is one or its file, and what else says how to split."""
+    if isinstance(strategy, Plan):
+        return strategy, None
+    if isinstance(strategy, os.PathLike) or (isinstance(strategy, str) and strategy.endswith(".json")):
+        return load_plan(strategy), None
+    return None, strategy
 
 
 def _batch(batch: int | None, counted: int, plan: Plan | None) -> int:

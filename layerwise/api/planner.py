@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from layerwise.api.world import World
-from layerwise.config import Config, SearchSpace
+from layerwise.config import Config, SearchSpace, is_legal
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import complete
 from layerwise.errors import LayerwiseError, nearest
@@ -82,13 +82,13 @@ class Planner:
 
         Else its boxes, where the model returns its loss; whole samples of an output are what a loop takes its loss of.
         """
-        dtype, graph = self.request.precision, self.graph
+        dtype, graph, kinds = self.request.precision, self.graph, self.profile.kinds or (self.profile.processor,)
         few = graph.batch < self.world.size
         rows = any(x not in graph.losses and graph[x].out.index("n") is not None for x in graph.layers[-1].inputs)
         return CostOptions(
             io=self.request.io or ("free" if few and rows else "auto"),
             optimizer=self.request.optimizer,
-            dtype=dtype if dtype in self.profile.processor.peak_flops else "float32",
+            dtype=dtype if all(dtype in kind.peak_flops for kind in kinds) else "float32",
             local_batch_norm=self.request.local_batch_norm,
             kind="inference" if self.request.inference else "training",
         )
@@ -116,8 +116,11 @@ class Planner:
         have = min((memory for k, memory in each if k == kind), default=0)
         return have - reserved_bytes(have, self.world.comm.device.type) if have else limit
 
-    def choose(self, strategy: Strategy | None) -> Choice:
-        """Returns the best plan; named layers keep what `strategy` says. LayerwiseError for one that cannot be."""
+    def choose(self, strategy: Strategy | None, beside: Plan | None = None) -> Choice:
+        """Returns the best plan; named layers keep what `strategy` says. LayerwiseError for one that cannot be.
+
+        beside: a plan of the same model called otherwise, whose boxes of parameters are kept.
+        """
         options, space, dtype, notes = self.options, self.space, self.request.precision, list[str]()
         if options.dtype != dtype:
             notes.append(f"profile {self.profile.name} has no rate for {dtype}: planned with float32's")
@@ -131,7 +134,8 @@ class Planner:
             given = "whole batch" if options.io != "boxes" else "boxes of it that its layers need"
             few = f"{samples(self.graph.batch)} for {self.world.size} ranks"
             notes.append(f"{few}: every rank is to be given the {given} (io {model.options.io}){takes}")
-        space = replace(space, fixed=tuple(_fixed(model, strategy, space.replicas).items()))
+        fixed = _fixed(model, strategy, space.replicas) if beside is None else _beside(model.graph, beside)
+        space = replace(space, fixed=tuple(fixed.items()))
         result = search(model, space, effort=self.request.effort)
         plan = make_plan(self.request.name, self.profile.name, model, space, result, fused=True)
         plan = replace(plan, device_order=self.world.device_order)
@@ -147,12 +151,12 @@ class Planner:
         if plan.gpus != size and self.world.group:
             raise LayerwiseError(
                 f"the plan is for {plan.gpus} ranks, and {self.world.group} has {size}: give it a plan for as many, or "
-                "leave plan= out to search for one"
+                "leave strategy= out to search for one"
             )
         if plan.gpus != size:
             raise LayerwiseError(
                 f"the plan is for {plan.gpus} ranks, there {'is' if size == 1 else 'are'} {size}: start the "
-                f"script with torchrun --nproc-per-node {plan.gpus}, or leave plan= out to search for {size}"
+                f"script with torchrun --nproc-per-node {plan.gpus}, or leave strategy= out to search for {size}"
             )
         plan.check(self.graph, size)
         model = CostModel(self.graph, self.devices, replace(self.options, io=plan.io), plan.shares)
@@ -182,8 +186,8 @@ def _fixed(model: CostModel, strategy: Strategy | None, replicas: int = 1) -> di
     if isinstance(strategy, str):
         if strategy not in NAMES:
             raise LayerwiseError(
-                f"unknown strategy {strategy!r}{nearest(strategy, NAMES)}: there are {', '.join(NAMES)}, and "
-                "{layer: {dimension: degree}} for layers by hand"
+                f"unknown strategy {strategy!r}{nearest(strategy, NAMES)}: there are {', '.join(NAMES)}, "
+                "{layer: {dimension: degree}} for layers by hand, and the .json file of a plan"
             )
         return baseline(model, strategy, replicas)
     if not isinstance(strategy, Mapping):
@@ -195,12 +199,25 @@ def _fixed(model: CostModel, strategy: Strategy | None, replicas: int = 1) -> di
         raise LayerwiseError(f"{error}: start the script with torchrun" if alone else str(error)) from None
 
 
+def _beside(graph: LayerGraph, plan: Plan) -> dict[str, Config]:
+    """Returns the configurations of layers with parameters, of which every device has the box that it has in a plan.
+
+    Where frames that a plan splits are not there, positions are split instead, which takes no other parameters.
+    """
+    fixed = dict[str, Config]()
+    for layer in graph.inner:
+        config = plan.strategy.get(layer.name)
+        if config is not None and [*layer.own_parameters()]:
+            positions = "hwdl" if config["c"] == config["k"] == 1 else ""
+            others = (Config.of({label: config.total}) for label in positions)
+            fixed[layer.name] = next(c for c in (config, *others, Config()) if is_legal(c, layer.space.dims))
+    return fixed
+
+
 def _over_memory(model: CostModel, best: Candidate) -> LayerwiseError:
     """Returns the error for a strategy of the user's that does not fit."""
     need, have = units(best.price.memory_bytes, "B"), units(model.devices.processor.memory_bytes, "B")
-    instead = (
-        "use more ranks or a smaller batch" if model.devices.count == 1 else "name another with strategy= or plan="
-    )
+    instead = "use more ranks or a smaller batch" if model.devices.count == 1 else "name another strategy="
     return LayerwiseError(
         f"the strategy needs {need} on one of the {model.devices.count} devices, which have {have}: {instead}, {KNOWN}"
     )

@@ -58,7 +58,7 @@ def contenders(choice: Choice, count: int) -> list[Choice]:
     """Returns the plan that was chosen, and the next best of its search."""
     result = choice.searched
     if result is None:
-        raise LayerwiseError("race= compares the plans of a search: leave out strategy= and plan=")
+        raise LayerwiseError("race= compares the plans of a search: leave strategy= out")
     name, profile, order = choice.plan.model, str(choice.plan.provenance["profile"]), choice.plan.device_order
     choices = [choice]
     for other in runners_up(result, count - 1):

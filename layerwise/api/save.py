@@ -6,8 +6,7 @@ import os
 
 from torch import nn
 
-from layerwise.api.split import seat
-from layerwise.api.world import joined
+from layerwise.api.world import joined, ranks_here
 from layerwise.arguments import checked
 from layerwise.comm.solo import SoloComm
 from layerwise.comm.together import agree
@@ -32,7 +31,8 @@ def save(model: nn.Module, file: str | os.PathLike[str]) -> None:
 
     Examples:
         >>> import tempfile, torch, layerwise
-        >>> model = layerwise.parallelize(torch.nn.Linear(4, 2), torch.randn(8, 4), verbose=False)
+        >>> quiet = layerwise.ParallelOptions(verbose=False)
+        >>> model = layerwise.parallelize(torch.nn.Linear(4, 2), torch.randn(8, 4), options=quiet)
         >>> with tempfile.NamedTemporaryFile() as out:
         ...     save(model, out.name)
         ...     sorted(torch.load(out.name, weights_only=True))
@@ -42,8 +42,10 @@ def save(model: nn.Module, file: str | os.PathLike[str]) -> None:
         comm, state = of(model).comm, of(model).full_state_dict()
     else:
         comm, state = joined() or SoloComm(), model.state_dict()
-        if seat()[1] != comm.size:
-            raise LayerwiseError("save is for what parallelize returns, or for a model that fit has trained")
+        if ranks_here() != comm.size:
+            raise LayerwiseError(
+                "the model is not parallel: give save what parallelize returned, or a model that fit has trained"
+            )
 
     def write() -> tuple[None, None]:
         if comm.rank == 0:

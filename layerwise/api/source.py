@@ -79,18 +79,31 @@ def dtype_of(network: Network) -> torch.dtype:
 
 
 def network(
-    model: Model, call: Call, batch: int, shared: Collection[str] | None = None, *, together: bool = False
+    model: Model,
+    call: Call,
+    batch: int,
+    shared: Collection[str] | None = None,
+    *,
+    together: bool = False,
+    as_called: bool = False,
 ) -> Network:
     """Returns the network at `batch` samples of all ranks together. call: what one rank calls the model with.
 
-    shared, together: as `network_of` has them. A module keeps its tensors: `Network.stored` reads the model's own. An
-    .onnx file comes with its weights.
+    shared, together, as_called: as `network_of` has them. A module keeps its tensors: `Network.stored` reads the
+    model's own. An .onnx file comes with its weights.
     """
     if isinstance(model, nn.Module):
         positional, named = _there(model, call)
         with refused():
             imported = network_of(
-                model, positional, batch, type(model).__name__, named, shared=shared, together=together
+                model,
+                positional,
+                None if as_called else batch,
+                type(model).__name__,
+                named,
+                shared=shared,
+                together=together,
+                as_called=as_called,
             )
         _check_types(imported)
         return imported

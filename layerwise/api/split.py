@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Sequence, Sized
-from itertools import pairwise
+from collections.abc import Callable, Sequence, Sized
 from typing import Any, Literal, overload
 
-import torch.distributed as dist
 from torch.utils.data import DataLoader, Subset
 
 from layerwise.api.loaders import split_loader
-from layerwise.arguments import Count, checked
+from layerwise.arguments import checked
 from layerwise.errors import LayerwiseError
-from layerwise.geometry import boundaries
 from layerwise.run.parallel import ParallelModule, of
 
 Remainder = Literal["short", "repeat", "leave out"]
@@ -37,110 +33,81 @@ def split(dataset: DataLoader[Any], model: ParallelModule) -> DataLoader[Any]: .
 
 
 @overload
-def split(
-    dataset: Sized,
-    model: ParallelModule | None = None,
-    *,
-    batch: Count | None = None,
-    remainder: Remainder = "short",
-    verbose: bool = True,
-) -> SplitDataset: ...
+def split(dataset: Sized, model: ParallelModule, *, remainder: Remainder = "short") -> SplitDataset: ...
 
 
 @checked
 def split(
-    dataset: Sized | DataLoader[Any],
-    model: ParallelModule | None = None,
-    *,
-    batch: Count | None = None,
-    remainder: Remainder = "short",
-    verbose: bool = True,
+    dataset: Sized | DataLoader[Any], model: ParallelModule, *, remainder: Remainder = "short"
 ) -> SplitDataset | DataLoader[Any]:
-    """Returns this rank's share of the data; all ranks call it alike, and together they have all of it.
+    """Returns this rank's share of the data. Every rank calls it alike; together they have all of the data.
 
         loader = layerwise.split(loader, model)                      # after layerwise.parallelize
 
-    Of a DataLoader, as one device has it, rank 0 draws the batches, and each rank loads its share of each. What is not
-    split has the same samples on all ranks, as a loader to evaluate with may. Of a map-style data set:
+    Rank 0 draws the batches of a DataLoader, which is that of one device, and each rank loads its share of each. A
+    loader that is not split gives all ranks the same samples. A map-style data set is split for a loader of your own:
 
         share = layerwise.split(dataset, model)
-        loader = DataLoader(share, share.batch_size)
+        loader = DataLoader(share, share.batch_size)                 # without shuffling
 
-    Batch i of all ranks' loaders (of a share: without shuffling) together is batch i of one device's: the numbers are
-    equal to one device's, step by step. Without model and batch a share is one contiguous part of the data.
+    The numbers are those of one device, step by step: batch i of all ranks together is batch i of one device.
 
     Args:
-        dataset: Samples by number; or a DataLoader, with a model alone.
+        dataset: Samples by number, or a DataLoader.
         model: What `parallelize` returned.
-        batch: Samples of all ranks together. None: the model's.
-        remainder: What becomes of a last batch that is not full. "short": it is split as evenly as it goes; some ranks
-            may have a sample less. "repeat": the first samples fill it up, so these count twice, as with torch's
-            DistributedSampler. "leave out": it is not used.
-        verbose: Rank 0 prints which of these happened, in one line.
+        remainder: What happens to the last batch of a data set if it is not full. "short": it is split as evenly as
+            possible. "repeat": the first samples fill it up, so they count twice, as with torch's DistributedSampler.
+            "leave out": it is not used. Rank 0 prints a line where there is such a batch.
 
     Returns:
-        The share, a Dataset; its `batch_size` is for a DataLoader. Of a DataLoader another one.
+        The share, a Dataset whose `batch_size` is for a DataLoader; or, of a DataLoader, another one.
 
     Raises:
-        LayerwiseError: There are fewer samples than ranks, or the last batch has; or the loader cannot be shared.
+        LayerwiseError: There are fewer samples than ranks, also in the last batch; or the loader cannot be shared.
 
     Examples:
-        >>> len(split(range(10), batch=4, verbose=False))  # on one rank
-        10
+        >>> import torch, layerwise
+        >>> x, quiet = torch.randn(8, 4), layerwise.ParallelOptions(verbose=False)
+        >>> model = layerwise.parallelize(torch.nn.Linear(4, 2), x, options=quiet)  # on one rank
+        >>> share = layerwise.split(x, model)
+        >>> len(share), share.batch_size
+        (8, 8)
     """
     if isinstance(dataset, DataLoader):
-        if model is None or batch is not None or remainder != "short":
-            raise LayerwiseError("a DataLoader has its own batches: split(loader, model) takes the model, and no more")
+        if remainder != "short":
+            raise LayerwiseError("a DataLoader has its own batches: leave remainder= out, and give it drop_last=True")
         if isinstance(dataset.dataset, SplitDataset):
             raise LayerwiseError("the loader has a rank's share already, by layerwise.split: leave out one of the two")
         return split_loader(dataset, model)
-    rank, size, free = seat(model)
+    run = of(model)
+    made = share_of(dataset, run.share, run.plan.batch, run.comm.size, run.plan.io != "sample", remainder)
+    if made.note and run.comm.rank == 0:
+        print(f"layerwise.split: {made.note}", file=sys.stderr)
+    return made
+
+
+def share_of(
+    dataset: Sized, share: Callable[[int], slice], batch: int, size: int, free: bool, remainder: Remainder
+) -> SplitDataset:
+    """Returns the share of one of `size` ranks, which has `share` of a batch. free: every rank feeds all of it."""
     count = len(dataset)
     if count < size and not free:
         raise LayerwiseError(f"the data set has {count} samples, too few for {size} ranks: each needs one at least")
-    full_batch = batch if batch is not None else of(model).plan.batch if model is not None else None
-    each = count if full_batch is None else full_batch
-    left = count % each if full_batch is not None else 0
-    uneven = count % size if full_batch is None else left
-    numbers, last, note = list(range(count)), None, ""
-    if uneven and remainder == "leave out":
-        numbers = numbers[: count - uneven]
-        note = f"the last {uneven} of {count:,} samples are left out"
-    elif uneven and remainder == "repeat":
-        fill = (size if full_batch is None else each) - uneven
-        numbers += [i % count for i in range(fill)]
-        note = f"the first {fill} of {count:,} samples count twice, to fill the last batch"
-    elif uneven:
-        if left and left < size and not free:
+    left, last, note = count % batch, None, ""
+    numbers = list(range(count))
+    if left and remainder == "leave out":
+        numbers = numbers[: count - left]
+        note = f"the last {left} of {count:,} samples are left out"
+    elif left and remainder == "repeat":
+        numbers += [i % count for i in range(batch - left)]
+        note = f"the first {batch - left} of {count:,} samples count twice, to fill the last batch"
+    elif left:
+        if left < size and not free:
             raise LayerwiseError(
                 f"the last batch has {left} of {count:,} samples, too few for {size} ranks: take remainder='repeat' or "
                 "'leave out', or another batch"
             )
-        last = left or None
-        note = (
-            f"{count:,} samples over {size} ranks: some ranks have one more"
-            if last is None
-            else f"the last of {-(-count // each):,} batches has {last} samples"
-        )
-    if note and verbose and rank == 0:
-        print(f"layerwise.split: {note}", file=sys.stderr)
-    each = len(numbers) if full_batch is None else each
-    batches = (numbers[first : first + each] for first in range(0, len(numbers), each))
-    local = [number for samples in batches for number in _part(samples, rank, size, model)]
-    return SplitDataset(dataset, local, max(1, len(_part(range(each), rank, size, model))), last, note)
-
-
-def _part(numbers: Sequence[int], rank: int, size: int, model: ParallelModule | None) -> Sequence[int]:
-    if model is not None:
-        return numbers[of(model).share(len(numbers))]
-    cuts = [slice(a, b) for a, b in pairwise(boundaries(len(numbers), size).tolist())]
-    return numbers[cuts[rank]]
-
-
-def seat(model: ParallelModule | None = None) -> tuple[int, int, bool]:
-    """Returns this process's rank, the number of ranks, and whether every rank feeds everything."""
-    if model is not None:
-        return of(model).comm.rank, of(model).comm.size, of(model).plan.io != "sample"
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size(), False
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")), False
+        last, note = left, f"the last of {-(-count // batch):,} batches has {left} samples"
+    batches = (numbers[first : first + batch] for first in range(0, len(numbers), batch))
+    local = [number for samples in batches for number in samples[share(len(samples))]]
+    return SplitDataset(dataset, local, max(1, len(range(batch)[share(batch)])), last, note)

@@ -68,6 +68,12 @@ def joined() -> Comm | None:
     return _Joined.comms.get(None) if alive else None
 
 
+def ranks_here() -> int:
+    """Returns the number of ranks that torch.distributed has, or torchrun has started."""
+    started = dist.is_available() and dist.is_initialized()
+    return dist.get_world_size() if started else int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def join(
     device: torch.device,
     mesh: DeviceMesh | dist.ProcessGroup | None = None,
@@ -93,7 +99,8 @@ def join(
         comm = _join(device, timeout_s, None if len(members) == size else members)
     elif len(members) < size:
         raise LayerwiseError(
-            f"device_mesh has {ranks_text(members, size)}, and ParallelOptions(comm=...) has all of them"
+            f"device_mesh has {ranks_text(members, size)}, and ParallelOptions(comm=...) has all of them: "
+            "give one of the two"
         )
     facts = comm.all_gather_object(_here(device, comm.size))
     order = tuple(range(comm.size)) if mesh is None else tuple(map(members.index, grid.flatten().tolist()))

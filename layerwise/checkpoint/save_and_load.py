@@ -64,7 +64,8 @@ def save(
 
     Examples:
         >>> import layerwise, tempfile, torch
-        >>> model = layerwise.parallelize(torch.nn.Linear(4, 2), torch.randn(8, 4), verbose=False)
+        >>> quiet = layerwise.ParallelOptions(verbose=False)
+        >>> model = layerwise.parallelize(torch.nn.Linear(4, 2), torch.randn(8, 4), options=quiet)
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     _ = save(folder, model, None, {"epoch": 3})
         ...     load(folder, model)

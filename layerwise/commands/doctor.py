@@ -27,8 +27,8 @@ torch.manual_seed(0)
 net = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.ReLU(), torch.nn.Linear(6, 4)).double()
 x = torch.randn(4, 8, dtype=torch.float64)
 wanted = net(x)
-options = layerwise.ParallelOptions(measure_s=0, profile="cpu,node=2", timeout_s=10)
-model = layerwise.parallelize(net, x[:2], strategy={"0": {"c": 2}, "2": {"n": 2}}, verbose=False, options=options)
+options = layerwise.ParallelOptions(measure_s=0, profile="cpu,node=2", timeout_s=10, verbose=False)
+model = layerwise.parallelize(net, x[:2], strategy={"0": {"c": 2}, "2": {"n": 2}}, options=options)
 share = model.share()
 found = model(x[share])
 found.mean().backward()
@@ -39,9 +39,12 @@ torch.testing.assert_close(found, wanted[share])
 def parser() -> argparse.ArgumentParser:
     """The parser of the command's flags."""
     p = Parser(
-        prog="layerwise doctor", description="Tries what a training needs, and whether two ranks compute as one device."
+        prog="layerwise doctor",
+        description="Tries what a training needs, and whether two ranks compute what one device does.",
     )
-    p.add_argument("--timeout", type=positive, default=20.0, metavar="S", help="seconds for two ranks (default: 20)")
+    p.add_argument(
+        "--timeout", type=positive, default=20.0, metavar="S", help="seconds that two ranks may take (default: 20)"
+    )
     output_arguments(p)
     return p
 

@@ -33,23 +33,25 @@ def parser() -> argparse.ArgumentParser:
     """The parser of the command's flags."""
     p = Parser(
         prog="layerwise explain",
-        description="Says why a layer has its configuration: the step time (equation 1, no overlap) of the best "
-        "strategy that contains each alternative, every other layer re-optimised, whatever its memory. The tables are "
-        "not pruned. Then time and memory of the plan itself with this layer kept or recomputed, and its states "
-        "replicated, sharded or gathered; and what the plan's memory limit costs, where it binds.",
+        description="Says why a layer has its configuration. For each alternative it gives the step time (equation 1, "
+        "without overlap) of the best strategy that contains it, whatever its memory. Then it gives time and memory of "
+        "the plan with this layer saved or recomputed and its states replicated, sharded or gathered, and says what "
+        "the plan's memory limit costs.",
     )
     p.add_argument("plan", metavar="PLAN.json", help="written by layerwise search --out")
-    p.add_argument("layer", metavar="LAYER", help="a layer's name, as in the plan")
+    p.add_argument("layer", metavar="LAYER", help="name of a layer in the plan")
     p.add_argument("--model", metavar="MODEL", help=MODEL_HELP)
     p.add_argument(
         "--gpu",
         "--profile",
         dest="profile",
         metavar="NAME",
-        help="the plan's profile, where that is a file: a plan has none read",
+        help="the plan's profile, if it is a file; a file that only a plan names is never read",
     )
-    p.add_argument("--all", action="store_true", help="every alternative, not only the 12 best")
-    p.add_argument("--search-memory", type=positive, default=2.0, metavar="GIB", help="bound on tables (default: 2)")
+    p.add_argument("--all", action="store_true", help="print every alternative, not only the 12 best")
+    p.add_argument(
+        "--search-memory", type=positive, default=2.0, metavar="GIB", help="memory that tables may take (default: 2)"
+    )
     output_arguments(p)
     return p
 

@@ -28,11 +28,11 @@ def parser() -> argparse.ArgumentParser:
     """The parser of the command's flags."""
     p = Parser(
         prog="layerwise export",
-        description="""Makes one state dict of a checkpoint, whatever plan and number of ranks it is
-from: every parameter and buffer under the names that the original model gives
-it, tied ones under each of their names. The optimizer's state stays behind. One
-tensor is in memory at a time; neither GPUs nor other ranks are needed. The
-checkpoint is verified first, and OUT appears whole or not at all.""",
+        description="""Makes one state dict of a checkpoint, whatever plan and number of ranks wrote
+it. It has every parameter and buffer under the original model's names, tied
+ones under each of theirs, and no state of the optimizer. One tensor is in
+memory at a time; neither GPUs nor other ranks are needed. The checkpoint is
+verified first, and OUT appears whole or not at all.""",
         epilog="""example:
   torchrun --nproc-per-node 4 -m layerwise.run plan.json --checkpoint runs/a
   layerwise export runs/a model.safetensors
@@ -44,10 +44,12 @@ and then, without layerwise:
     p.add_argument(
         "checkpoint",
         metavar="CHECKPOINT",
-        help="what --checkpoint named (its latest step is taken), or the folder of one step: runs/a/step-00000100",
+        help="folder that --checkpoint named, whose latest step is taken, or that of one step: runs/a/step-00000100",
     )
-    p.add_argument("out", metavar="OUT.safetensors", help="the file to write")
-    p.add_argument("--json", action="store_true", help="for programs: checkpoint, out, tensors, bytes, steps")
+    p.add_argument("out", metavar="OUT.safetensors", help="file that is written")
+    p.add_argument(
+        "--json", action="store_true", help="write checkpoint, out, tensors, bytes and steps as JSON, for programs"
+    )
     return p
 
 

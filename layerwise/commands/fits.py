@@ -49,22 +49,32 @@ def parser() -> argparse.ArgumentParser:
     """The parser of the command's flags."""
     p = Parser(
         prog="layerwise fits",
+        main="--gpu --gpus --global-batch --input-shape --optimizer --dtype --memory-limit --inference --loss --html "
+        "--json",
         description="Says whether a model fits: the memory of a step on one device and several, the\n"
         "largest batch, and what recomputing or sharding would save. No GPU is needed.",
         epilog=EPILOG,
     )
     p.add_argument("model", metavar="MODEL", help=HELP)
-    p.add_argument("--loss", choices=list(LOSSES), help="behind a built-in network, as in layerwise search")
+    p.add_argument("--loss", choices=list(LOSSES), help="loss behind a built-in network, as in layerwise search")
     g = p.add_argument_group("machine")
-    g.add_argument("--gpus", type=counts, metavar="N", help="4; 1,2,4; or 1..64 (default: 1 to a node's)")
+    g.add_argument(
+        "--gpus", type=counts, metavar="N", help="numbers of GPUs: 4; 1,2,4; or 1..64 (default: 1 to a node's)"
+    )
     profile_arguments(g)
     g.add_argument(
-        "--memory-limit", metavar="14GB", help="of a device (default: what it has, less what libraries take)"
+        "--memory-limit", metavar="14GB", help="memory of a device (default: what it has, less what libraries take)"
     )
     g = p.add_argument_group("step")
-    g.add_argument("--global-batch", type=count, default=32, metavar="B", help="samples over all GPUs (default: 32)")
+    g.add_argument(
+        "--global-batch",
+        type=count,
+        default=32,
+        metavar="B",
+        help="samples of a step on all GPUs together (default: 32)",
+    )
     step_arguments(g)
-    g.add_argument("--inference", action="store_true", help="the forward pass alone, nothing saved")
+    g.add_argument("--inference", action="store_true", help="plan the forward pass alone, with nothing saved")
     space_arguments(p.add_argument_group("plans"))
     output_arguments(p.add_argument_group("output"))
     return p
@@ -146,7 +156,7 @@ def memory(
     if not isinstance(gpus, int) or isinstance(gpus, bool) or not 1 <= gpus <= MAX_GPUS:
         raise LayerwiseError(f"gpus={gpus!r} is not a whole number from 1 to {MAX_GPUS:,}")
     if not isinstance(gpu, str | os.PathLike):
-        raise LayerwiseError(f"gpu={gpu!r} is no name of a machine: `layerwise machines` lists them")
+        raise LayerwiseError(f"gpu={gpu!r} is not the name of a machine: `layerwise machines` lists them")
     positional, named = call_of(model, inputs)
     network = network_of(model, positional, None, type(model).__name__, named)
     profile = load(gpu)

@@ -35,11 +35,11 @@ def parser() -> argparse.ArgumentParser:
     """The parser of the command's flags."""
     p = Parser(
         prog="layerwise machines",
-        description="Lists what --gpu takes: FLOP/s are dense, bandwidths one way. What joins the\n"
-        "nodes of a device is said with --link.",
+        description="Lists the machines that --gpu takes. FLOP/s are dense, bandwidths one way.\n"
+        "--link says what joins the nodes.",
         epilog=EPILOG,
     )
-    p.add_argument("name", nargs="?", metavar="NAME", help="one machine: each number with its source")
+    p.add_argument("name", nargs="?", metavar="NAME", help="show one machine: each number with its source")
     output_arguments(p)
     return p
 
@@ -56,9 +56,9 @@ def main(args: argparse.Namespace) -> None:
     profiles = [load(name) for name in (*names(), *devices())]
     lines = Lines(
         [
-            "float32 and bf16 are dense FLOP/s; node is its devices; in it and between are bandwidths each way, "
-            "of a device in a node and of a port between nodes.",
-            "--profile takes a file of `layerwise measure`, too: what was measured beats what is stated.",
+            "The columns float32 and bf16 are dense FLOP/s, and node is the number of devices in a node. Bandwidths "
+            "are one way: of a device in a node, and of a port between nodes.",
+            "--profile also takes a file that `layerwise measure` wrote, whose times are better than stated ones.",
         ]
     )
     table = Table(filled(COLUMNS, map(_row, profiles)))

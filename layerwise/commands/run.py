@@ -247,7 +247,9 @@ def _check(args: argparse.Namespace, plan: Plan) -> None:
             f"torchrun --nproc-per-node {plan.gpus} -m layerwise.run {args.plan}, search again, or give --replan"
         )
     if args.profile is not None and not (args.replan or args.race > 1):
-        raise LayerwiseError("--profile goes with --replan and --race; a plan has been searched with its own")
+        raise LayerwiseError(
+            "--profile names the machine of a new search: give it with --replan or --race, or leave it out"
+        )
     if args.checkpoint is None and (args.resume or args.checkpoint_every is not None):
         raise LayerwiseError("--resume and --checkpoint-every need --checkpoint DIR")
     if args.checkpoint == "":

@@ -75,6 +75,7 @@ class CostModel(Setting):
         graph: The network, fused or not, at its batch.
         devices: The machine.
         options: The assumptions; mixed precision changes `graph`'s element types.
+        shares: The weights by which unequal devices feed their parts of a batch. None: the first of `weights`.
 
     Examples:
         >>> import layerwise
@@ -201,7 +202,13 @@ class CostModel(Setting):
         total, kinds = np.zeros(len(self.devices.kinds)), range(len(self.devices.kinds))
         for layer in self.graph.inner:
             layout, wanted = self.layout(layer, (data_parallel(layer, parts),)), self.graph.flows_back(layer)
-            total += [self._compute_time(layer, layout, wanted, kind).total[0] for kind in kinds]
+            times = [self._compute_time(layer, layout, wanted, kind) for kind in kinds]
+            known = [float(time.measured[0] + time.fitted[0]) > 0 for time in times]
+            if any(known) and not all(known):  # measured of some kinds alone, which says nothing of their proportion
+                of, optimizer = (layer, layout, wanted), self.options.optimizer
+                processors = [self.kind_of_device(kind).processor for kind in kinds]
+                times = [compute_time(*of, processor, self.dtype(layer), optimizer) for processor in processors]
+            total += [time.total[0] for time in times]
         return total
 
     def edge_costs(

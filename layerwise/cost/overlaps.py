@@ -2,13 +2,11 @@
 
 Which cells a device, its node and its rack have are ranges of indices (`Selections`). The overlap of boxes is a product
 over dimensions, and so is the number of cells that overlap. Of each dimension the sums over ranges of cells are
-tabulated for the few patterns that there are; the tables of several dimensions are multiplied with each other where
-these have few patterns together, too; all pairs of configurations gather from them.
+tabulated for the few patterns that there are; all pairs of configurations gather from them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -131,8 +129,7 @@ def _hull(cells: LayoutCells, begin: Ints, stop: Ints) -> tuple[Ints, Ints]:
     return np.where(none, 0, cells.indices(lo)), np.where(none, 0, cells.indices(hi) + 1)
 
 
-FEW = 8  # patterns are few where there are so many times more pairs of configurations
-MANY = 4096  # pairs of configurations for which it pays to look for that
+MANY = 4096  # pairs of configurations for which it pays to spread a table
 EXPANDED = 1 << 22  # elements of a table that is spread out over all configurations of the consumer beforehand
 
 
@@ -154,18 +151,6 @@ class _Factor:
         assert self.column is not None
         values = np.take(self.values, self.column, axis=3)  # in order of memory, as what indexing makes is not
         return _Factor(values, self.row, None)
-
-    def times(self, other: _Factor) -> _Factor | None:
-        """The product; None where it has so many patterns that it saves nothing."""
-        assert self.column is not None
-        assert other.column is not None
-        us, row = np.unique(self.row * other.values.shape[1] + other.row, return_inverse=True)
-        vs, column = np.unique(self.column * other.values.shape[3] + other.column, return_inverse=True)
-        if len(us) * len(vs) * FEW > len(row) * len(column):
-            return None
-        (u, other_u), (v, other_v) = np.divmod(us, other.values.shape[1]), np.divmod(vs, other.values.shape[3])
-        ours, others = self.values.take(u, 1).take(v, 3), other.values.take(other_u, 1).take(other_v, 3)
-        return _Factor(ours * others, row, column)
 
 
 class Overlaps:
@@ -203,7 +188,7 @@ class Overlaps:
         factors.sort(key=lambda factor: factor.values.size)
         pairs = self.edge.pairs[0] * self.edge.pairs[1]
         if pairs > MANY:
-            factors = [self._spread(factor) for factor in _merged(factors)]
+            factors = [self._spread(factor) for factor in factors]
         if (needers := self._needers(t, k)) is not None:
             first = factors[0] if factors[0].column is None else factors[0].spread()
             factors[0] = replace(first, values=first.values * needers)
@@ -228,18 +213,6 @@ class Overlaps:
         lo, hi = self.needing.boxes[t][k]
         alike = (hi - lo)[..., self.spare].prod(-1) if t else np.ones(lo.shape[:2], np.int64)
         return np.asarray((alike if times is None else alike * times).T, np.float64)
-
-
-def _merged(factors: Sequence[_Factor]) -> list[_Factor]:
-    """Multiplied with each other as long as that leaves few patterns; smallest first."""
-    made = [factors[0]]
-    for factor in factors[1:]:
-        product = made[-1].times(factor)
-        if product is None:
-            made.append(factor)
-        else:
-            made[-1] = product
-    return made
 
 
 def _sums(edge: Edge, j: int) -> Sums:

@@ -30,6 +30,7 @@ class LayerGraph:
         unseen: Phrases for what the model does but its layers do not.
         folded: Buffers whose values at import its layers depend on.
         mixed: Whether `graph.mixed` has set the layers' types.
+        fixed: Whether it has no other batch: its sizes do not tell which follow the samples.
         by_name: The layers by their names.
 
     Examples:
@@ -47,6 +48,7 @@ class LayerGraph:
     unseen: tuple[str, ...] = ()
     folded: frozenset[str] = frozenset()
     mixed: bool = False
+    fixed: bool = False
     by_name: dict[str, Layer] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -216,6 +218,10 @@ class LayerGraph:
             raise LayerwiseError(f"the global batch is {batch}, but must be at least 1")
         if batch == self.batch:
             return self
+        if self.fixed:
+            raise LayerwiseError(
+                f"the network is of calls with a batch of {self.batch}, not {batch}, and knows no other"
+            )
         done: dict[str, Layer] = {}
         for layer in self.layers:
             specs = tuple(done[source].out for source in layer.inputs[: len(layer.specs)])

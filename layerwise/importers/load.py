@@ -176,19 +176,20 @@ def network_of(
     trusted: bool = False,
     shared: Collection[str] | None = None,
     together: bool = False,
+    as_called: bool = False,
 ) -> Network:
     """A module as a Network, at `batch` samples (None: the example's). trusted: it is the same network at any batch.
 
     examples, kwargs: the inputs by position and by name. shared: names of the inputs that all samples share; None:
     running the module shows which of those as long as the batch are. together: whether its layers may compute samples
-    together.
+    together. as_called: it is called with the example's batch alone.
     """
     import torch
 
     from layerwise.importers.torch.calls.constants import Missing
 
     with IMPORTING:
-        imported = traced(module, (tuple(examples), dict(kwargs or {})), name, trusted, shared, together)
+        imported = traced(module, (tuple(examples), dict(kwargs or {})), name, trusted, shared, together, as_called)
     fed = imported.fed
     tensors = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     made = network_with(imported.graph, imported.stored, tensors, module.state_dict(keep_vars=True), batch)
@@ -234,10 +235,13 @@ def traced(
     trusted: bool,
     shared: Collection[str] | None = None,
     together: bool = False,
+    as_called: bool = False,
 ) -> Imported:
     """The layers that the module's code computes; the only values are constants."""
-    from layerwise.importers.torch.batches import import_for_batches, import_once
+    from layerwise.importers.torch.batches import import_as_called, import_for_batches, import_once
 
+    if as_called:
+        return import_as_called(module, call, name)
     make = import_once if trusted else partial(import_for_batches, together=together)
     return make(module, call, name, shared=shared)
 

@@ -139,8 +139,8 @@ _builds: dict[str, Build] = {}
 def register_op(target: str, build: Build) -> None:
     """Teaches the importers an operator. It replaces an earlier registration, and has priority over layerwise's own.
 
-    An operator that is not a combination of layerwise's own needs a subclass of `layerwise.Op`, which defines what a
-    box of its output needs of its inputs and parameters (docs/how-to/add_an_operator.md).
+    An operator that is not a combination of layerwise's own needs a subclass of `layerwise.ops.base.Op`, which
+    defines what a box of its output needs of its inputs and parameters (docs/how-to/add_an_operator.md).
 
     Args:
         target: The name of a torch operator, "mylib::swoosh" (every overload) or "aten.foo.default" (this one), or an

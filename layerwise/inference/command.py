@@ -35,8 +35,9 @@ def parser() -> argparse.ArgumentParser:
     """Returns the parser of the flags."""
     p = Parser(
         prog="layerwise predict",
+        main="--model --weights --data --out --reduce --mirror --window --memory-limit --dtype --overwrite",
         description=(
-            "Computes a network's predictions for volumes that fit no device: every rank reads,\ncomputes, reduces and "
+            "Computes a network's predictions for volumes that fit no device: every rank\nreads, computes, reduces and "
             "writes its boxes."
         ),
         epilog=EPILOG,

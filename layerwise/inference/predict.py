@@ -54,11 +54,11 @@ def predict(
     mirror: str = "",
     memory_limit: float | str | None = None,
     overwrite: bool = False,
-    progress: bool | None = None,
 ) -> Predicted:
     """Predicts every sample and writes its output into `out`; a rank has only its boxes of a sample and its output.
 
-        model = layerwise.parallelize(network, x, inference=True, io="boxes")
+        boxes = layerwise.ParallelOptions(io="boxes")
+        model = layerwise.parallelize(network, x, inference=True, options=boxes)
         layerwise.predict(model, ["a.nii.gz", "b.nii.gz"], "labels", reduce="argmax")
 
     Samples may differ in size. If the network does not accept a sample's size, it is padded with zeros to a multiple
@@ -83,7 +83,6 @@ def predict(
         memory_limit: Bytes of a device, or a text such as "14GB". None: a GPU's memory; no limit on a CPU.
         overwrite: Whether to compute samples that an earlier run has written. Otherwise results of other weights or
             options raise an error.
-        progress: Whether rank 0 shows a bar. None: if it writes to a terminal.
 
     Returns:
         The names of samples that were written, and of those that existed.
@@ -95,7 +94,8 @@ def predict(
 
     Examples:
         >>> import layerwise, numpy, torch
-        >>> model = layerwise.parallelize(torch.nn.Linear(4, 3), torch.randn(2, 4), io="boxes", verbose=False)
+        >>> options = layerwise.ParallelOptions(io="boxes", verbose=False)
+        >>> model = layerwise.parallelize(torch.nn.Linear(4, 3), torch.randn(2, 4), options=options)
         >>> out = numpy.zeros(6, numpy.uint8)
         >>> done = predict(model, numpy.ones((6, 4), numpy.float32), out, reduce="argmax")
         >>> len(done.written), bool((out == out[0]).all())
@@ -111,7 +111,7 @@ def predict(
         numbers = [number for number, name in enumerate(cases.names) if name not in there]
         failed = dict[str, str]()
         bar = Progress(console=Console(stderr=True), transient=True)
-        bar.disable = world.rank > 0 or not (bar.console.is_terminal if progress is None else progress)
+        bar.disable = world.rank > 0 or not bar.console.is_terminal
         rounds = rounds_of(predictor, world, numbers)
         with results.open(world), bar:
             for numbers in bar.track(rounds, description="predict"):

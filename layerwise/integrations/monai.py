@@ -21,7 +21,8 @@ from layerwise.run.parallel import ParallelModule, of
 class LayerwiseInferer(Inferer):  # type: ignore[misc] # where MONAI is not installed, its class is Any
     """A MONAI inferer that computes each image over all ranks, in one pass where it fits.
 
-        network = layerwise.parallelize(network, image, inference=True, io="boxes")
+        boxes = layerwise.ParallelOptions(io="boxes")
+        network = layerwise.parallelize(network, image, inference=True, options=boxes)
         labels = LayerwiseInferer(reduce="argmax")(image, network)    # instead of SlidingWindowInferer
 
     Every rank is given the same images and returns the same answers.
@@ -50,7 +51,8 @@ class LayerwiseInferer(Inferer):  # type: ignore[misc] # where MONAI is not inst
         """The network's answer for `inputs`, (samples, channels, ...). LayerwiseError as `layerwise.predict`."""
         if not isinstance(network, ParallelModule):
             raise LayerwiseError(
-                "LayerwiseInferer takes what layerwise.parallelize(network, ..., inference=True, io='boxes') returns"
+                "the network is not parallel: give LayerwiseInferer what layerwise.parallelize returns, with "
+                "inference=True and ParallelOptions(io='boxes')"
             )
         if args or kwargs:
             raise LayerwiseError("LayerwiseInferer takes networks of one input: leave other arguments out")
@@ -68,7 +70,8 @@ class LayerwiseInferer(Inferer):  # type: ignore[misc] # where MONAI is not inst
 def update_boxes(engine: Any, batch: Sequence[Tensor]) -> dict[str, Tensor]:
     """The iteration of a SupervisedTrainer whose loader gives each rank its boxes, with the loss inside the network.
 
-        network = layerwise.parallelize(NetworkWithLoss(), examples, io="boxes")
+        boxes = layerwise.ParallelOptions(io="boxes")
+        network = layerwise.parallelize(NetworkWithLoss(), examples, options=boxes)
         SupervisedTrainer(device, epochs, layerwise.BoxLoader(network, images, labels), network, optimizer,
                           loss_function=None, iteration_update=update_boxes, decollate=False)
 
@@ -76,7 +79,10 @@ def update_boxes(engine: Any, batch: Sequence[Tensor]) -> dict[str, Tensor]:
     """
     network = engine.network
     if not isinstance(network, ParallelModule) or of(network).plan.io != "boxes":
-        raise LayerwiseError("update_boxes takes what layerwise.parallelize(..., io='boxes') returns: leave it out")
+        raise LayerwiseError(
+            "update_boxes is for a network that layerwise.parallelize made with ParallelOptions(io='boxes'): leave "
+            "iteration_update= out"
+        )
     network.train()
     engine.optimizer.zero_grad()
     outputs = network(*batch)

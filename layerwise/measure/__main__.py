@@ -84,7 +84,8 @@ def main(args: argparse.Namespace) -> int:
 def _add_layers(subparsers: Subparsers) -> None:
     p = subparsers.add_parser(
         "layers",
-        help="how long layers take",
+        main="--gpus --gpu --global-batch --input-shape --optimizer --dtype --out --budget --device --json",
+        help="measure how long layers take",
         description="Runs every distinct piece of a network's layers that a plan for N devices may need, forward, "
         "backward and update, and writes their times into a profile: first those that the best plan and the baselines "
         "consist of. Run it again to go on where it stopped. --profile is what to begin with where --out is not there "
@@ -94,16 +95,24 @@ def _add_layers(subparsers: Subparsers) -> None:
     machine_arguments(p, None, f"{DEFAULT}; cpu on a CPU")
     training_arguments(p)
     g = p.add_argument_group("measuring")
-    g.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda, where there is a GPU")
-    g.add_argument("--out", metavar="PROFILE.json", help="the profile to write or to add to (default: none is written)")
-    g.add_argument("--budget", type=seconds, default=120.0, metavar="120s", help="time to spend (default: 120s)")
+    g.add_argument(
+        "--device", choices=["cuda", "cpu"], help="device that is measured (default: cuda, if there is a GPU)"
+    )
+    g.add_argument("--out", metavar="PROFILE.json", help="profile that is written or added to (default: none)")
+    g.add_argument(
+        "--budget", type=seconds, default=120.0, metavar="120s", help="time that measuring may take (default: 120s)"
+    )
     space_arguments(g)
-    g.add_argument("--local-batch-norm", action="store_true", help="statistics of each device's own samples")
-    g.add_argument("--tf32", choices=["off", "conv", "all"], help="what uses TF32 (default: PyTorch's, convolutions)")
-    g.add_argument("--channels-last", action="store_true", help="tensors with channels innermost")
-    g.add_argument("--cudnn-benchmark", action="store_true", help="let cuDNN try its algorithms out")
-    g.add_argument("--threads", type=int, metavar="T", help="of a kernel on a CPU (default: as the environment says)")
-    g.add_argument("--json", action="store_true", help="what was done, for programs")
+    g.add_argument("--local-batch-norm", action="store_true", help="batch norm takes each device's own samples")
+    g.add_argument(
+        "--tf32", choices=["off", "conv", "all"], help="what uses TF32 (default: convolutions, as PyTorch has it)"
+    )
+    g.add_argument("--channels-last", action="store_true", help="measure tensors whose channels are innermost")
+    g.add_argument("--cudnn-benchmark", action="store_true", help="let cuDNN try its algorithms")
+    g.add_argument(
+        "--threads", type=int, metavar="T", help="threads of a kernel on a CPU (default: what the environment says)"
+    )
+    g.add_argument("--json", action="store_true", help="write what was done as JSON, for programs")
 
 
 def _measure_layers(args: argparse.Namespace) -> int:
@@ -161,28 +170,34 @@ def _summary_text(s: Summary) -> str:
 def _add_links(subparsers: Subparsers) -> None:
     p = subparsers.add_parser(
         "links",
-        help="latency and bandwidth between ranks (torchrun starts them)",
+        help="measure latency and bandwidth between ranks, which torchrun starts",
         description=(
-            "Measures messages and collectives between the ranks at hand, by size, by\n"
-            "level (in a node, between nodes) and by how many share a port, and what\n"
-            "these cost the computation beside them, and that them."
+            "Measures messages and collectives between these ranks, by size, by level (in a\n"
+            "node, between nodes) and by how many share a port; and how much they and\n"
+            "computation slow each other down."
         ),
         epilog=LINKS_EPILOG,
     )
     p.add_argument(
-        "--out", required=True, metavar="FILE.json", help="profile to write; what else it has already is kept"
+        "--out", required=True, metavar="FILE.json", help="profile that is written; other numbers in it are kept"
     )
     p.add_argument(
         "--gpu",
         "--profile",
         dest="profile",
         metavar="NAME",
-        help=f"what a new file starts from (default: cpu; {DEFAULT} on GPUs)",
+        help=f"profile that a new file begins with (default: cpu; {DEFAULT} on GPUs)",
     )
-    p.add_argument("--budget", type=seconds, default=60.0, metavar="60s", help="about how long it takes (default: 60s)")
-    p.add_argument("--json", action="store_true", help="what was measured, for programs")
     p.add_argument(
-        "--timeout", type=positive, default=30.0, metavar="S", help="seconds to wait for another rank (default: 30)"
+        "--budget", type=seconds, default=60.0, metavar="60s", help="time that measuring may take (default: 60s)"
+    )
+    p.add_argument("--json", action="store_true", help="write what was measured as JSON, for programs")
+    p.add_argument(
+        "--timeout",
+        type=positive,
+        default=30.0,
+        metavar="S",
+        help="seconds that a rank waits for another (default: 30)",
     )
 
 

@@ -73,6 +73,8 @@ def parser() -> argparse.ArgumentParser:
     """The parser of the command's flags."""
     p = Parser(
         prog="layerwise oracle",
+        main="--gpus --gpu --link --batch --samples --scaling --strategy --max-memory --max-hours --measured --plot "
+        "--plan",
         description=(
             "Predicts the time of an epoch and the memory under every\nparallel strategy, explains them, and suggests "
             "one."
@@ -97,10 +99,9 @@ def parser() -> argparse.ArgumentParser:
         "--batch",
         type=_batch,
         metavar="B",
-        help="samples a GPU (weak: default 32), 0.25 of four GPUs with one; or a step (strong: must be given)",
+        help="samples a GPU (default: 32; 0.25 is one sample on four GPUs), or a step with --scaling strong",
     )
-    batch.add_argument("--samples-per-node", type=count, metavar="B", help="--batch B/GPUs of a node, in one")
-    batch.add_argument("--global-batch", type=count, metavar="B", help="--scaling strong --batch B, in one")
+    batch.add_argument("--global-batch", type=count, metavar="B", help="the same as --scaling strong --batch B")
     step_arguments(g, "as in layerwise search; default: feeding a batch costs no time; below one sample a GPU, boxes")
     g.add_argument("--local-batch-norm", action="store_true", help="statistics of each device's own samples")
     g = p.add_argument_group("strategies")
@@ -140,8 +141,6 @@ def parser() -> argparse.ArgumentParser:
 def main(args: argparse.Namespace) -> None:
     """Parses, asks and prints."""
     settle_machine(args)
-    if args.samples_per_node is not None:
-        args.batch = Fraction(args.samples_per_node, args.gpus_per_node or load(args.profile).gpus_per_node)
     if args.global_batch is not None:
         if args.scaling == "weak":
             raise LayerwiseError("--global-batch is for all GPUs together: with --scaling weak, pass --batch instead")

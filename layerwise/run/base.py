@@ -143,7 +143,8 @@ class Run:
 
         Examples:
             >>> import layerwise
-            >>> layerwise.parallelize(nn.Linear(4, 2), torch.randn(8, 4), verbose=False).share()
+            >>> quiet = layerwise.ParallelOptions(verbose=False)
+            >>> layerwise.parallelize(nn.Linear(4, 2), torch.randn(8, 4), options=quiet).share()
             slice(0, 8, None)
         """
         return samples(self.plan, self.plan.batch if batch is None else batch)[self.comm.rank]
@@ -278,7 +279,8 @@ class Run:
 
         Examples:
             >>> import layerwise
-            >>> model = layerwise.parallelize(nn.Linear(4, 2), torch.randn(8, 4), verbose=False)
+            >>> quiet = layerwise.ParallelOptions(verbose=False)
+            >>> model = layerwise.parallelize(nn.Linear(4, 2), torch.randn(8, 4), options=quiet)
             >>> model(torch.ones(8, 4)).sum().backward()
             >>> round(float(model.clip_grad_norm_(1.0)), 3)  # 8 in each of 2 x 5 places
             25.298

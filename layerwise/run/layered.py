@@ -23,6 +23,7 @@ from layerwise.plan import Plan
 from layerwise.run import hugging_face, in_full
 from layerwise.run.base import Function, Run
 from layerwise.run.batch import Batch
+from layerwise.run.calls import Calls
 from layerwise.run.execute.autograd import begins, ends, factors, ordered
 from layerwise.run.execute.executor import Executor
 from layerwise.run.execute.kernels import Pass
@@ -60,6 +61,7 @@ class LayeredRun(Run):
     _state: State
     _network: Network  # without its parameters' memory
     comparison: ModelComparison | None = None
+    calls: Calls | None = None  # in evaluation, where the model is called in several ways
 
     def __init__(self, model: nn.Module, network: Network, plan: Plan, comm: Comm, options: RuntimeOptions) -> None:
         super().__init__(model, network.graph, plan, comm, options)
@@ -156,15 +158,20 @@ class LayeredRun(Run):
             raise LayerwiseError(f"the plan has io {self.plan.io!r}: parallelize the model with io='boxes'")
         check_folded(self._folded)
         shaped = self._shapes.at(sizes, training=False)
-        executor = self._executor(samples, shaped)
-        schedule = executor.schedule
+        schedule, evaluate = self.evaluation(samples, shaped)
 
         def run(local_inputs: Sequence[Tensor]) -> Returned:
-            outputs = self._run(executor, shaped.inputs.fed(schedule, local_inputs), (), [1.0] * len(schedule.sinks))
-            return list(zip(map(tuple, schedule.sinks), outputs, strict=True))
+            return list(zip(map(tuple, schedule.sinks), evaluate(local_inputs), strict=True))
 
         shapes = tuple(spec.shape for spec in schedule.graph.layers[-1].specs)
         return Sized(tuple(schedule.input_boxes().values()), shapes, run, alone=False)
+
+    def evaluation(self, samples: int, shaped: Shaped) -> tuple[Schedule, Callable[[Sequence[Tensor]], Any]]:
+        """Returns the schedule of an evaluation, and what makes this rank's boxes of the outputs of those of inputs."""
+        executor = self._executor(samples, shaped)
+        schedule, inputs = executor.schedule, shaped.inputs
+        scales = [1.0] * len(schedule.sinks)
+        return schedule, lambda boxes: self._run(executor, inputs.fed(schedule, boxes), (), scales)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Returns outputs of this rank's samples (io sample; else see the class). batch: all ranks' samples, to be
@@ -179,6 +186,8 @@ class LayeredRun(Run):
         check_hooks_of_all()
         self._working.check_hooks()
         self._check_parameters()
+        if self.calls is not None:
+            return self.calls(inputs, named)
         batch = None if self.arguments.takes("batch") else named.pop("batch", None)
         named = hugging_face.as_configured(self.model, named, self.arguments.leaves)
         shapes = self._shapes if self.training else self._shapes.of_call(inputs, named)

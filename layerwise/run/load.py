@@ -82,8 +82,8 @@ def load(
 
     Examples:
         >>> import layerwise
-        >>> x = torch.randn(8, 4)
-        >>> plan = layerwise.parallelize(nn.Linear(4, 2), x, verbose=False).plan
+        >>> x, quiet = torch.randn(8, 4), layerwise.ParallelOptions(verbose=False)
+        >>> plan = layerwise.parallelize(nn.Linear(4, 2), x, options=quiet).plan
         >>> load(plan, nn.Linear(4, 2), example_inputs=(x,))(x).shape
         torch.Size([8, 2])
     """

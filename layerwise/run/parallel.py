@@ -131,7 +131,8 @@ def of(model: nn.Module) -> Run:
 
     Examples:
         >>> import layerwise, torch
-        >>> layerwise.of(layerwise.parallelize(nn.Linear(4, 2), torch.randn(8, 4), verbose=False)).plan.gpus
+        >>> quiet = layerwise.ParallelOptions(verbose=False)
+        >>> layerwise.of(layerwise.parallelize(nn.Linear(4, 2), torch.randn(8, 4), options=quiet)).plan.gpus
         1
     """
     run: Run | None = getattr(model, "__dict__", {}).get(OWN)
@@ -151,7 +152,8 @@ def restore(model: nn.Module) -> None:
 
     Examples:
         >>> import layerwise, torch
-        >>> model = layerwise.parallelize(nn.Linear(4, 2), torch.randn(8, 4), verbose=False)
+        >>> quiet = layerwise.ParallelOptions(verbose=False)
+        >>> model = layerwise.parallelize(nn.Linear(4, 2), torch.randn(8, 4), options=quiet)
         >>> restore(model)
         >>> type(model) is nn.Linear
         True

@@ -5,20 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from layerwise.cli import (
-    check_files,
-    command,
-    console,
-    global_batch,
-    present,
-    run_main,
-    search_space,
-    settle_machine,
-)
+from layerwise.cli import check_files, command, console, global_batch, present, run_main, search_space, settle_machine
 from layerwise.config import SearchSpace
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.errors import LayerwiseError
@@ -58,7 +48,6 @@ def main(args: argparse.Namespace) -> None:
     space = replace(search_space(args, spread=devices.nodes > 1), replicas=args.replicas)
     wanted = fixed_degrees(args)
     limit = devices.usable_bytes if args.memory_limit is None else parse_bytes(args.memory_limit, "--memory-limit")
-    offer = [choice for choice in args.offer if choice not in args.no_offer]
     if args.price is not None and args.export_costs:
         raise LayerwiseError("--price does not search: leave out --export-costs")
     if args.price is not None and args.fix:
@@ -76,7 +65,7 @@ def main(args: argparse.Namespace) -> None:
     if args.price is not None:
         _price(model, space, limit, args)
         return
-    result, tried = _searched(model, space, limit, offer, args)
+    result, tried = _searched(model, space, limit, args)
     seconds |= result.seconds
     if args.export_costs is not None:
         configs = configurations(model, space, baselines(model, space))
@@ -100,7 +89,7 @@ def _model(args: argparse.Namespace, devices: DeviceGraph, batch: int) -> CostMo
 
 
 def _searched(
-    model: CostModel, space: SearchSpace, limit: float, offer: Sequence[str], args: argparse.Namespace
+    model: CostModel, space: SearchSpace, limit: float, args: argparse.Namespace
 ) -> tuple[SearchResult, list[Remedy]]:
     """The result, and remedies if nothing fits."""
     with progress_bar("pricing transfers", quiet=args.json) as progress:
@@ -110,14 +99,14 @@ def _searched(
             objective=args.objective,
             memory_bytes=args.search_memory * 2**30,
             memory_limit_bytes=limit,
-            offer=offer,
+            offer=args.offer,
             effort=args.effort,
             progress=progress,
         )
     tried: list[Remedy] = []
     if not result.best.fits:
         twice = _twice(args, model.devices)
-        tried = remedies(model, space, result.memory_bytes, offer=offer, more_devices=twice)
+        tried = remedies(model, space, result.memory_bytes, offer=args.offer, more_devices=twice)
         if args.memory_limit is not None:  # asked for, and cannot be had
             raise LayerwiseError(f"--memory-limit {args.memory_limit}: {nothing_fits(result, tried)}")
     return result, tried

@@ -47,6 +47,8 @@ def parser() -> argparse.ArgumentParser:
     """The parser of the command's flags."""
     p = Parser(
         prog="layerwise search",
+        main="--gpus --gpu --link --global-batch --optimizer --dtype --memory-limit --inference --price --out --html "
+        "--json",
         description="Finds the cheapest way to split every layer of a network over N\ndevices, and proves it.",
         epilog=EPILOG,
     )
@@ -54,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--loss",
         choices=list(LOSSES),
-        help="loss for a built-in network's classes, with its target as an input: MODEL+LOSS (default: none)",
+        help="loss behind a built-in network, whose target becomes an input; the same as MODEL+LOSS (default: none)",
     )
     machine_arguments(p)
     training_arguments(p)
@@ -65,7 +67,8 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar=("LAYERS", "DEGREES"),
-        help="fix the configuration of layers: --fix 'fc*' c=4, --fix encoder n=2,h=2; 1: one device. Can be repeated",
+        help="configuration that some layers keep, such as --fix 'fc*' c=4 or --fix encoder n=2,h=2; 1 means one "
+        "device; can be repeated",
     )
     _cost_flags(p.add_argument_group("cost model"))
     _output_flags(p.add_argument_group("output"))
@@ -82,40 +85,36 @@ def _space_flags(g: Flags) -> None:
         type=count,
         default=1,
         metavar="R",
-        help="outer data parallelism: R groups of N/R neighbouring GPUs, each with its own samples",
+        help="outer data parallelism: each of R groups of N/R neighbouring GPUs has samples of its own",
     )
     g.add_argument(
         "--memory-limit",
         metavar="14GB",
-        help=(
-            "that a step may use on a device (default: the profile's; on GPUs without the libraries' part: 1.5 GB, at "
-            "most a tenth)"
-        ),
+        help="memory that a step may take on a device (default: what the profile's device has; on a GPU without the "
+        "1.5 GB, at most a tenth, that libraries take)",
     )
-    offers = g.add_mutually_exclusive_group()
-    offers.add_argument(
+    g.add_argument(
         "--offer",
         type=offered,
         default=OFFERS,
         metavar="recompute,shard",
-        help="ways to save memory, layer by layer, if a limit binds (default: both)",
+        help="what may save memory, layer by layer, if the limit binds; or none (default: both)",
     )
-    offers.add_argument(
-        "--no-offer",
-        type=offered,
-        default=(),
-        metavar="recompute,shard",
-        help="ways to save memory that are not allowed",
-    )
-    g.add_argument("--no-fuse", action="store_true", help="a layer for every operator, element-wise ones too")
     g.add_argument(
-        "--search-memory", type=positive, default=2.0, metavar="GIB", help="bound on search tables (default: 2)"
+        "--no-fuse", action="store_true", help="make every operator a layer of its own, element-wise ones too"
+    )
+    g.add_argument(
+        "--search-memory",
+        type=positive,
+        default=2.0,
+        metavar="GIB",
+        help="memory that the search's tables may take (default: 2)",
     )
     g.add_argument(
         "--effort",
         choices=EFFORTS,
         default="normal",
-        help="how long to improve and bound the plan by simulated time; quick: not at all (default: normal)",
+        help="how long the plan is improved by its simulated step; quick means not at all (default: normal)",
     )
 
 
@@ -123,64 +122,67 @@ def _cost_flags(g: Flags) -> None:
     g.add_argument(
         "--inference",
         action="store_true",
-        help="plan for inference: the forward pass of one batch, with running statistics, saving nothing",
+        help="plan the forward pass alone, with running statistics and nothing saved",
     )
     g.add_argument(
         "--link-model",
         choices=["port", "sum", "connection"],
         default="port",
-        help="time of the busiest port; all bytes over bandwidth; or every device's own connection, all at once and "
-        "without latency (two readings of the paper)",
+        help="how transfers are timed: by the busiest port (default), or by one of two readings of the paper, all "
+        "bytes over the bandwidth (sum), or each device's own connection without latency (connection)",
     )
     g.add_argument(
         "--sync",
         choices=["all-reduce", "parameter-server"],
         default="all-reduce",
-        help="how gradients are summed (parameter-server: as in the paper; runs use all-reduces)",
+        help="how sums of gradients are timed (default: all-reduce; parameter-server is the paper's, and a plan is run "
+        "with all-reduces)",
     )
     g.add_argument(
         "--io",
         choices=["auto", "sample", "free", "boxes"],
         default="auto",
-        help=(
-            "each device gets and returns its own samples, the full batch, or the boxes that it needs (default: sample "
-            "if each has one, else boxes if the network has a loss or one output, else free)"
-        ),
+        help="what each device feeds: its own samples, the whole batch (free), or the boxes that it needs (default: "
+        "sample if each has one, else boxes if the network has a loss or one output, else free)",
     )
-    g.add_argument("--local-batch-norm", action="store_true", help="statistics of each device's own samples, like DDP")
+    g.add_argument(
+        "--local-batch-norm", action="store_true", help="batch norm takes each device's own samples, as with DDP"
+    )
     g.add_argument(
         "--objective",
         choices=["timeline", "additive"],
         default="timeline",
-        help="choose by simulated time, or by equation 1 alone",
+        help="choose the plan by simulated time (default), or by equation 1 alone",
     )
 
 
 def _output_flags(g: Flags) -> None:
     output_arguments(g)
-    g.add_argument("--layers", action="store_true", help="a row for every layer")
-    g.add_argument("--memory", action="store_true", help="show the memory at the peak of a step by kind")
-    g.add_argument("--plot", metavar="FILE.svg", help="draw the plan")
-    g.add_argument("--out", metavar="PLAN.json", help="write the plan")
-    g.add_argument("--timeline", metavar="FILE.json", help="write the predicted step as a Chrome trace of every device")
+    g.add_argument("--layers", action="store_true", help="print a row for every layer")
+    g.add_argument("--memory", action="store_true", help="print what a step holds when its memory is fullest")
+    g.add_argument("--plot", metavar="FILE.svg", help="draw the plan into a file")
+    g.add_argument("--out", metavar="PLAN.json", help="write the plan, for layerwise run")
+    g.add_argument("--timeline", metavar="FILE.json", help="write the predicted step of every device as a Chrome trace")
     g.add_argument(
         "--price",
         metavar="STRATEGY",
-        help="price this strategy instead of searching: data, model, owt; grid:RxC, of an MLP, samples over R groups, "
-        "outputs over C; or a .json file, {layer: {dim: degree}}",
+        help="price this strategy instead of searching: data, model, owt; grid:RxC, which splits an MLP's samples over "
+        "R groups and its outputs over C; or a .json file, {layer: {dim: degree}}",
     )
     g.add_argument(
         "--export-costs",
         metavar="FILE.cfn",
-        help="write the whole cost tables, without a memory limit, as a toulbar2 problem",
+        help="write the full cost tables, without a memory limit, as a problem for toulbar2",
     )
 
 
 def offered(text: str) -> tuple[str, ...]:
-    """`recompute,shard`: names in OFFERS, without duplicates."""
+    """Returns the OFFERS that `recompute,shard` names, each once; `none` names none."""
+    if text == "none":
+        return ()
     words = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
     if not words or set(words) - set(OFFERS):
-        raise argparse.ArgumentTypeError(f"{text!r}: choose from {', '.join(OFFERS)}, joined by commas")
+        raise argparse.ArgumentTypeError(f"{text!r}: choose from {', '.join(OFFERS)}, joined by commas, or none")
     return words
 
 

@@ -100,11 +100,7 @@ def _proven(plan: Plan, result: SearchResult) -> Plan:
             "memory_bytes": free.price.memory_bytes,
         }
         proof["memory_prices"] = [asdict(price) for price in result.within.prices]
-    return replace(
-        plan,
-        predicted={**plan.predicted, **predicted},
-        provenance={**plan.provenance, **proof},
-    )
+    return replace(plan, predicted={**plan.predicted, **predicted}, provenance={**plan.provenance, **proof})
 
 
 def layer_times(

@@ -31,14 +31,7 @@ def rebuild(plan: Plan, model: str | None = None, profile: str | None = None) ->
     return CostModel(graph, devices, options, plan.shares), space
 
 
-def replan(
-    plan: Plan,
-    gpus: int,
-    gpus_per_node: int,
-    *,
-    model: str | None = None,
-    profile: str | None = None,
-) -> Plan:
+def replan(plan: Plan, gpus: int, gpus_per_node: int, *, model: str | None = None, profile: str | None = None) -> Plan:
     """Returns the best plan of the same network, batch and options for another number of devices.
 
     Args:

@@ -78,7 +78,6 @@ class StepSampler:
     least: int = 1
     seed: int = 0
     join: int = 0
-    shuffle: bool = True  # False: every epoch takes the samples in order
 
     def __post_init__(self) -> None:
         if self.count - self.left_out < (1 if self.join else self.batch * self.accumulate):
@@ -111,7 +110,7 @@ class StepSampler:
 
     def steps(self, epoch: int) -> list[list[Tensor]]:
         """Returns the steps of epoch `epoch` (from 0); each is a list of batches of sample indices."""
-        numbers = order(self.count, self.seed, epoch) if self.shuffle else torch.arange(self.count)
+        numbers = order(self.count, self.seed, epoch)
         starts = range(0, self.count - self.left_out, self.batch)
         batches = [numbers[i : min(i + self.batch, self.count - self.left_out)] for i in starts]
         if self._joins:

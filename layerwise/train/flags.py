@@ -33,6 +33,8 @@ def parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
     p = Parser(
         prog="layerwise run",
+        main="--model --data --epochs --steps --optimizer --lr --dtype --weights --checkpoint --resume "
+        "--compare-single --html",
         description=(
             "Trains a planned network with the numbers of one device: every rank\ncomputes its part of every layer."
         ),
@@ -76,7 +78,8 @@ def parser() -> argparse.ArgumentParser:
         "--on-nan",
         choices=("stop", "skip", "ignore"),
         default="stop",
-        help="if the loss is not finite: stop, skip the step (also for a gradient that is not finite), or ignore it;",
+        help="what to do if the loss is not finite: stop (default), skip the step (also if a gradient is not finite), "
+        "or ignore it",
     )
     g.add_argument("--weights", metavar="FILE.safetensors", help="initial values: the model's state dict")
     _add_how_it_runs(p)

@@ -28,7 +28,8 @@ class BoxLoader:
     dropped.
 
     Args:
-        model: A model from `parallelize(..., io="boxes")` or `load` (with another io, a rank's box is its samples).
+        model: A model from `parallelize` with `ParallelOptions(io="boxes")` or from `load` (with another io, a rank's
+            box is its samples).
         sources: One for each input, in order: an array (samples, ...) of numpy, h5py or zarr, a file of one (.npy,
             .zarr, .h5::name), a list of files, one for each sample, or a function (index, slices) -> array. Only the
             needed boxes are read.
@@ -47,7 +48,8 @@ class BoxLoader:
 
     Examples:
         >>> import layerwise, numpy, torch
-        >>> model = layerwise.parallelize(torch.nn.Linear(4, 1), torch.randn(2, 4), io="boxes", verbose=False)
+        >>> options = layerwise.ParallelOptions(io="boxes", verbose=False)
+        >>> model = layerwise.parallelize(torch.nn.Linear(4, 1), torch.randn(2, 4), options=options)
         >>> [x.shape for (x,) in BoxLoader(model, numpy.ones((4, 4), numpy.float32))]
         [torch.Size([2, 4]), torch.Size([2, 4])]
     """

@@ -18,6 +18,7 @@ from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
 from layerwise.machine import load as load_profile
 from layerwise.measure import check
+from layerwise.train.data import order
 from tests.api.keywords import keywords
 from tests.api.ranks import short_rounds
 from tests.api.script import BATCH, SEED, data, network, sgd, step
@@ -108,8 +109,17 @@ def fitted(comm: Comm) -> dict[str, Tensor]:
     """`fit` in each group."""
     model = network()
     optimizer, loss = sgd(model), nn.CrossEntropyLoss()
-    how = keywords({"verbose": False, "progress": False, "profile": "cpu", "strategy": SPLIT[0]})
-    made = fit(model, data(2 * BATCH), loss, optimizer, batch=BATCH, shuffle=False, device_mesh=mesh()["domain"], **how)
+    how = keywords({"verbose": False, "profile": "cpu", "strategy": SPLIT[0]})
+    samples, back = data(2 * BATCH), order(2 * BATCH, 0, 0).argsort()
+    made = fit(
+        model,
+        tuple(x[back] for x in samples.tensors),
+        loss,
+        optimizer,
+        batch=BATCH,
+        device_mesh=mesh()["domain"],
+        **how,
+    )
     return made.state_dict()
 
 
@@ -143,10 +153,10 @@ def refusals(comm: Comm) -> dict[str, str]:
         "not in it": lambda: part(network(), other),
         "too many": lambda: part(network(), DeviceMesh("cpu", torch.tensor([0, 9]), _init_backend=False)),
         "no mesh": lambda: part(network(), "domain"),
-        "a plan of another size": lambda: part(network(), whole, plan=plan),
-        "a plan for more": lambda: part(network(), flat, plan=part(network(), whole, 2, strategy="data").plan),
+        "a plan of another size": lambda: part(network(), whole, strategy=plan),
+        "a plan for more": lambda: part(network(), flat, strategy=part(network(), whole, 2, strategy="data").plan),
         "a plan across replicas": lambda: part(
-            network(), mesh(), 2, plan=part(network(), whole, 2, strategy="model").plan
+            network(), mesh(), 2, strategy=part(network(), whole, 2, strategy="model").plan
         ),
         "by hand across replicas": lambda: part(network(), mesh(), 2, strategy={"0": {"h": 4}}),
         "too few samples": lambda: part(network(), mesh(), 1, batch=1),

@@ -76,7 +76,7 @@ def fitted(comm: Comm, count: int, how: dict[str, Any]) -> tuple[list[Epoch], di
     x, y = data(count).tensors
     held_out = (x[-6:], y[-6:])
     model = network(SEED + comm.rank)
-    asked = keywords(how, comm=comm, progress=False, verbose=False)
+    asked = keywords(how, comm=comm, verbose=False)
     made = fit(model, (x, y), nn.CrossEntropyLoss(), "momentum", held_out=held_out, **asked)
     return made.history, model.state_dict()
 
@@ -87,8 +87,8 @@ def fitted_in_part(comm: Comm) -> dict[str, Tensor]:
     model = network()
     optimizer = torch.optim.SGD(model[7].parameters(), 0.5)
     made = fit(
-        model, data(8).tensors, nn.CrossEntropyLoss(), optimizer, batch=8, shuffle=False,
-        strategy={"7": {"n": 1}}, progress=False, verbose=False, options=ParallelOptions(comm=comm, measure_s=0),
+        model, data(8).tensors, nn.CrossEntropyLoss(), optimizer, batch=8,
+        strategy={"7": {"n": 1}}, options=ParallelOptions(comm=comm, measure_s=0, verbose=False),
     )  # fmt: skip
     held = [name for name, _ in made.module.named_parameters() if name.startswith("7.")]
     assert len(made.optimizer.param_groups[0]["params"]) == len(held)
@@ -157,7 +157,7 @@ def differently(comm: Comm, cases: dict[str, tuple[Any, Any]]) -> dict[str, str]
 def fitted_with(comm: Comm, optimizer: Any, how: dict[str, Any]) -> str:
     """What `fit` says of an optimizer; "" where it trains."""
     try:
-        asked = keywords(how, comm=comm, batch=8, progress=False, verbose=False)
+        asked = keywords(how, comm=comm, batch=8, verbose=False)
         fit(network(), data(8).tensors, nn.CrossEntropyLoss(), optimizer, **asked)
     except LayerwiseError as error:
         return str(error)
@@ -168,9 +168,7 @@ def fitted_with(comm: Comm, optimizer: Any, how: dict[str, Any]) -> str:
 def too_few(comm: Comm) -> str:
     """One sample for two ranks."""
     try:
-        fit(
-            network(), data(1).tensors, nn.CrossEntropyLoss(), "sgd", options=ParallelOptions(comm=comm), progress=False
-        )
+        fit(network(), data(1).tensors, nn.CrossEntropyLoss(), "sgd", options=ParallelOptions(comm=comm, verbose=False))
     except LayerwiseError as error:
         return str(error)
     raise AssertionError("not refused")
@@ -181,37 +179,13 @@ def epoch_of_shares(comm: Comm, count: int) -> tuple[list[float], dict[str, Tens
     """A loop of the user's own over a split data set, whose last batch is short."""
     dataset = data(count)
     model = parallelize(network(), dataset.tensors[0][: BATCH // comm.size], **quiet(comm))
-    share = split(dataset, model, verbose=False)
+    share = split(dataset, model)
     optimizer, losses = sgd(model), []
     loader = DataLoader(share, share.batch_size)
     for i, (x, y) in enumerate(loader):
         whole = share.last if share.last and i + 1 == len(loader) else BATCH
         losses.append(step(model, x, y, optimizer, batch=whole) * len(x) / whole)
     return losses, model.full_state_dict()
-
-
-@once()
-def accumulated(comm: Comm, every: int) -> tuple[list[bool], dict[str, Tensor]]:
-    """A loop that knows nothing of it: whether each step changed the parameters, and the state at the end."""
-    dataset = data(4 * BATCH)
-    options = ParallelOptions(comm=comm, sync_every=every, measure_s=0)
-    example = dataset.tensors[0][: BATCH // comm.size]
-    model = parallelize(smooth(), example, strategy="data", verbose=False, options=options)
-    optimizer, changed = sgd(model), []
-    for start in range(0, 4 * BATCH, BATCH):
-        x, y = (t[start : start + BATCH][model.share()] for t in dataset.tensors)
-        before = [p.detach().clone() for p in model.parameters()]
-        step(model, x, y, optimizer)
-        changed.append(any(not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)))
-    with torch.no_grad():
-        model(x)  # leaves no trace
-    return changed, model.full_state_dict()
-
-
-def smooth() -> nn.Module:
-    """Without batch norm, whose statistics are those of a batch."""
-    torch.manual_seed(SEED)
-    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10)).double()
 
 
 class Named(nn.Module):
@@ -318,11 +292,11 @@ def on_the_default_group(comm: Comm) -> tuple[list[float], dict[str, Tensor], tu
     mesh = DeviceMesh("cpu", torch.tensor([1, 0]))
     dataset = data(BATCH)
     example = dataset.tensors[0][:4]
-    model = parallelize(network(SEED + comm.rank), example, strategy="data", device_mesh=mesh, verbose=False)
+    model = parallelize(network(SEED + comm.rank), example, strategy="data", device_mesh=mesh)
     x, y = (t[model.share()] for t in dataset.tensors)
     loss = step(model, x, y, sgd(model))
     again = parallelize(
-        network(), dataset.tensors[0][:4], strategy="data", verbose=False, options=ParallelOptions(measure_s=0)
+        network(), dataset.tensors[0][:4], strategy="data", options=ParallelOptions(measure_s=0, verbose=False)
     )
     assert again.comm is model.comm
     try:

@@ -12,7 +12,7 @@ from tests.api.script import Layered, data
 pytestmark = pytest.mark.usefixtures("models_traced_once")
 
 X, Y = data().tensors[0][:4], data().tensors[1][:4]
-QUIET = {"verbose": False, "options": layerwise.ParallelOptions(measure_s=0)}
+QUIET = {"options": layerwise.ParallelOptions(measure_s=0, verbose=False)}
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler, TensorDataset, default_collate
 
 import layerwise
+from layerwise.api.split import SplitDataset
 from layerwise.comm.solo import SoloComm
 from layerwise.errors import LayerwiseError
 from tests.api.loader_ranks import epoch, loop_over_loaders
@@ -89,7 +90,7 @@ class Uneven(BatchSampler):
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return layerwise.parallelize(network(), data().tensors[0][:4], verbose=False)
+    return layerwise.parallelize(network(), data().tensors[0][:4])
 
 
 @pytest.mark.parametrize(
@@ -118,7 +119,7 @@ def test_a_rest_too_small_for_the_ranks_is_refused_before_the_first_step() -> No
         (DataLoader(Stream()), "draws no batches of numbered samples"),
         (DataLoader(data(), None), "draws no batches of numbered samples"),
         (DataLoader(data(), 4, sampler=DistributedSampler(data(), 2, 0)), "has a DistributedSampler"),
-        (DataLoader(layerwise.split(data(), verbose=False), 4), "has a rank's share already, by layerwise.split"),
+        (DataLoader(SplitDataset(data(), [0], 1, None, ""), 4), "has a rank's share already, by layerwise.split"),
         (Halved(data(), 4), "a Halved with an __iter__ of its own"),
         (DataLoader(data(), 4, sampler=Endless()), "may have no end"),
     ],
@@ -130,11 +131,8 @@ def test_unfit_loaders(model: Any, loader: DataLoader, message: str) -> None:
 
 def test_wrong_arguments(model: Any) -> None:
     loader = DataLoader(data(), 4)
-    for wrong in ({"batch": 4}, {"remainder": "repeat"}):
-        with pytest.raises(LayerwiseError, match="takes the model, and no more"):
-            layerwise.split(loader, model, **wrong)
-    with pytest.raises(LayerwiseError, match="takes the model, and no more"):
-        layerwise.split(loader)
+    with pytest.raises(LayerwiseError, match="leave remainder= out, and give it drop_last=True"):
+        layerwise.split(loader, model, remainder="repeat")
     with pytest.raises(LayerwiseError, match="leave batch= out"):
         layerwise.parallelize(network(), loader, batch=8)
     with pytest.raises(TypeError):
@@ -148,7 +146,7 @@ def augmented(items: list[Any]) -> Any:
 
 def test_what_is_drawn_without_parallelize_is_drawn_with_it() -> None:
     torch.manual_seed(0)
-    made = layerwise.parallelize(network(), DataLoader(data(), BATCH, collate_fn=augmented), verbose=False)
+    made = layerwise.parallelize(network(), DataLoader(data(), BATCH, collate_fn=augmented))
     assert made.plan.batch == BATCH
     found = torch.rand(3)
     torch.manual_seed(0)

@@ -16,17 +16,16 @@ from layerwise.errors import LayerwiseError
 from tests.api.keywords import keywords, quiet
 from tests.api.ranks import loss_of_volumes, trained
 from tests.api.script import BATCH, SEED, apart, data, network, plain, sgd, step, train
-from tests.comm.launch import ROOT, torchrun
+from tests.comm.launch import ROOT, launch
 from tests.comm.pool import run_ranks
 
 
-def test_a_script_under_torchrun(tmp_path: Path) -> None:
+def test_a_script_on_two_ranks(tmp_path: Path) -> None:
     """Losses and states of two processes against plain PyTorch; the ranks build different models, rank 0's counts."""
     how = {"strategy": {"5": {"c": 2}, "7": {"k": 2}}}
-    options = ("--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")
-    done = torchrun([str(ROOT / "tests/api/script.py"), str(tmp_path / "out"), json.dumps(how)], options=options)
-    assert done.codes == [0], done.stderr
-    (stdout,) = done.stdout
+    done = launch([str(ROOT / "tests/api/script.py"), str(tmp_path / "out"), json.dumps(how)])
+    assert done.codes == [0, 0], done.stderr
+    stdout = "".join(done.stdout)
     assert "Sequential on 2 × cpu" in stdout
     assert "{n=1, c=2}" in stdout
     assert " ".join(stdout.split()).count("data parallelism") == 1
@@ -89,7 +88,9 @@ def test_one_rank_is_plain_pytorch_bit_by_bit(capsys: pytest.CaptureFixture[str]
 def test_a_plan_is_used_as_it_is(tmp_path: Path) -> None:
     model = layerwise.parallelize(network(), data().tensors[0][:4], **quiet(SoloComm()))
     model.plan.save(tmp_path / "plan.json")
-    again = layerwise.parallelize(network(), data().tensors[0][:4], plan=tmp_path / "plan.json", **quiet(SoloComm()))
+    again = layerwise.parallelize(
+        network(), data().tensors[0][:4], strategy=tmp_path / "plan.json", **quiet(SoloComm())
+    )
     assert again.plan == model.plan
     assert isinstance(again.plan.strategy["0"], Config)
 
@@ -108,7 +109,7 @@ def test_fine_tuning() -> None:
 
 def test_the_element_type_of_what_is_used_twice() -> None:
     twice = nn.Linear(3, 3).double()
-    model = layerwise.parallelize(nn.Sequential(twice, twice), torch.randn(2, 3, dtype=torch.float64), verbose=False)
+    model = layerwise.parallelize(nn.Sequential(twice, twice), torch.randn(2, 3, dtype=torch.float64))
     assert model.dtype == torch.float64
 
 
@@ -148,12 +149,11 @@ def test_an_exported_program_trains_from_its_weights() -> None:
         ({"batch": 0}, "it must be at least 1"),
         ({"batch": 4.0}, "batch is 4.0; it must be at least 1, and a whole number"),
         ({"batch": True}, "batch is True"),
-        ({"sync_every": True}, "sync_every is True; it must be at least 1, and a whole number"),
+        ({"race": True}, "race is True; it must be at least 1, and a whole number"),
         ({"memory_limit": "1KB"}, "use more ranks or a smaller batch"),
         ({"memory_limit": -1}, "memory_limit is -1: it must be at least 1 B, and finite"),
         ({"memory_limit": "2GByte"}, "memory_limit is '2GByte': the unit 'GByte' is none of"),
-        ({"plan": "nothing.json"}, "nothing.json"),
-        ({"plan": "x", "strategy": "data"}, "give one of them"),
+        ({"strategy": "nothing.json"}, "nothing.json"),
         ({"device_mesh": "2x2"}, "device_mesh is '2x2'; it must be a DeviceMesh, a ProcessGroup or None"),
     ],
 )
@@ -179,9 +179,9 @@ def test_wrong_models() -> None:
     with pytest.raises(LayerwiseError, match="model is 7; it must be a Module, an ExportedProgram, a text or a path"):
         layerwise.parallelize(7, torch.randn(2, 3))
     with pytest.raises(LayerwiseError, match="gets int64, but its weights need floating-point numbers"):
-        layerwise.parallelize(nn.Linear(3, 2), torch.ones(4, 3, dtype=torch.int64), verbose=False)
+        layerwise.parallelize(nn.Linear(3, 2), torch.ones(4, 3, dtype=torch.int64))
     with pytest.raises(LayerwiseError, match="already parallel"):
-        layerwise.parallelize(layerwise.parallelize(nn.Linear(3, 2), torch.ones(4, 3), verbose=False))
+        layerwise.parallelize(layerwise.parallelize(nn.Linear(3, 2), torch.ones(4, 3)))
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(LayerwiseError, match=r"within torch\.autocast.*before"):
         layerwise.parallelize(nn.Linear(3, 2), torch.ones(4, 3))
     mixed = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).double())
@@ -200,21 +200,21 @@ def test_a_model_that_was_built_within_inference_mode_is_refused() -> None:
     with torch.inference_mode():
         built = nn.Linear(4, 2)
     with pytest.raises(LayerwiseError, match=r"'weight' was made within torch.inference_mode\(\): build the model"):
-        layerwise.parallelize(built, torch.zeros(2, 4), verbose=False)
+        layerwise.parallelize(built, torch.zeros(2, 4))
 
 
 def test_a_plan_for_more_ranks_than_there_are(tmp_path: Path) -> None:
     (text, _) = run_ranks(2, "tests.api.ranks:plan_text")
     (tmp_path / "plan.json").write_text(text)
     with pytest.raises(LayerwiseError, match="the plan is for 2 ranks, there is 1: start the script with torchrun"):
-        layerwise.parallelize(network(), data().tensors[0][:4], plan=tmp_path / "plan.json")
+        layerwise.parallelize(network(), data().tensors[0][:4], strategy=tmp_path / "plan.json")
 
 
 def test_ranks_that_ask_for_different_things() -> None:
     example = data().tensors[0][:4]
     cases = {
         "strategy": ("data", "model"),
-        "sync_every": (1, 2),
+        "race": (1, 2),
         "optimizer": ("sgd", "adam"),
         "local_batch_norm": (True, False),
         "memory_limit": (None, 1e9),
@@ -242,7 +242,7 @@ def test_an_onnx_file_trains_from_its_weights(tmp_path: Path) -> None:
     initial = [onnx.numpy_helper.from_array(value, name) for name, value in held.items()]
     onnx.save(onnx.helper.make_model(onnx.helper.make_graph(nodes, "mlp", [x], [y], initial)), tmp_path / "mlp.onnx")
     inputs, labels = torch.randn(4, 6), torch.randint(0, 3, (4,))
-    made = layerwise.parallelize(tmp_path / "mlp.onnx", inputs, verbose=False)
+    made = layerwise.parallelize(tmp_path / "mlp.onnx", inputs)
     for one in (made, model):
         step(one, inputs, labels, torch.optim.SGD(one.parameters(), lr=0.5))
     state = {name.replace(".", "_"): value for name, value in model.state_dict().items()}

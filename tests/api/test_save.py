@@ -22,7 +22,7 @@ def test_the_whole_state_in_one_file(tmp_path: Path) -> None:
 
 def test_of_a_model_that_fit_has_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = network()
-    layerwise.fit(model, data(16).tensors, torch.nn.CrossEntropyLoss(), "sgd", progress=False, verbose=False)
+    layerwise.fit(model, data(16).tensors, torch.nn.CrossEntropyLoss(), "sgd")
     layerwise.save(model, tmp_path / "model.pt")
     found = torch.load(tmp_path / "model.pt", weights_only=True)
     assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())

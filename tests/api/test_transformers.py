@@ -63,7 +63,7 @@ def test_a_model_returns_what_it_returned() -> None:
     """With the cache of keys and values; its configuration stays as it was."""
     model = build("gpt2", "sdpa")
     (batch, *_) = hugging_face.batches("gpt2", labels=True)
-    made = layerwise.parallelize(model, dict(batch), verbose=False)
+    made = layerwise.parallelize(model, dict(batch))
     assert model.config.use_cache
     returned, own = made(**batch), model(**batch)
     assert type(returned) is type(own)

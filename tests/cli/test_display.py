@@ -1,10 +1,12 @@
 """The command lines as people see them: help, tables, pipes and terminals."""
 
+import argparse
 import os
 import re
 import subprocess
 import sys
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,20 @@ def test_help(command: str, columns: int, capsys: pytest.CaptureFixture[str], mo
     assert out.startswith(f"usage: layerwise {command}")
     assert err == ""
     assert max(map(cell_len, out.splitlines())) <= columns
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_a_dozen_flags_and_help_all_every_one(command: str) -> None:
+    parser = import_module(COMMANDS[command][0]).parser()
+    below = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    for one in (parser, *(part for action in below for part in action.choices.values())):
+        every = [action.option_strings for action in one._actions if action.option_strings]
+        shown, full = (
+            set(re.findall(r"^  (--?[\w-]+)", text, re.MULTILINE)) for text in (one.format_help(), one.full_help())
+        )
+        assert len(shown - {"-h", "--help-all"}) <= 12
+        assert shown <= full == {flags[0] for flags in every}
+        assert one.main_flags <= {flag for flags in every for flag in flags}
 
 
 def test_overview(run: Run) -> None:
@@ -72,11 +88,11 @@ def test_names_do_nothing_to_a_terminal(run: Run, refuse: Run, here: Path) -> No
     plan = load_plan("p.json")
     (config,) = {str(c): c for c in plan.strategy.values()}.values()
     replace(plan, model=f"m{odd}", strategy={f"x{odd}": config, **plan.strategy}).save("q.json")
-    shown = run("search", "odd.onnx", "--gpus", "2", "--layers") + run("diff", "p.json", "q.json")
+    shown = run("search", "odd.onnx", "--gpus", "2", "--layers") + refuse("explain", "q.json", "none")
     assert r"x\x1b[31m\x9b2J\r\u202e" in shown
     assert not set(odd[0] + odd[5:6] + odd[-2:]) & set(shown)
     (here / "bad.json").write_text(plan.dumps().replace('"io": "', '"io": "\\ud800\\u001b[2J'))
-    said = refuse("diff", "p.json", "bad.json")
+    said = refuse("explain", "bad.json", "none")
     assert r"\ud800\x1b[2J" in said
     assert not set("\ud800\x1b") & set(said)
 
@@ -84,9 +100,9 @@ def test_names_do_nothing_to_a_terminal(run: Run, refuse: Run, here: Path) -> No
 def test_names_are_not_markup(run: Run, here: Path) -> None:
     (here / "[bold]").mkdir()
     onnx_file(here / "[bold]" / "[red].onnx", "Relu", ["batch", 8])
-    run("search", "[bold]/[red].onnx", "--gpus", "2", "--out", "[x].json")
-    assert run("search", "[bold]/[red].onnx", "--gpus", "2").startswith("[bold]/[red].onnx on 2 × ")
-    assert "[x].json" in run("diff", "[x].json", "[x].json")
+    shown = run("search", "[bold]/[red].onnx", "--gpus", "2", "--out", "[x].json")
+    assert shown.startswith("[bold]/[red].onnx on 2 × ")
+    assert "plan written to [x].json" in shown
 
 
 def test_broken() -> None:
@@ -134,7 +150,6 @@ def test_interrupt(capsys: pytest.CaptureFixture[str]) -> None:
         (*MLP, "--memory"),
         (*MLP, "--price", "data"),
         ("explain", "p.json", "0"),
-        ("diff", "p.json", "p.json"),
         ("oracle", "lenet5", "--gpus", "1..4", "--profile", "v100"),
     ],
     ids=lambda command: command[0],

@@ -44,7 +44,7 @@ def test_replicas_stay_apart_in_every_alternative(run: Run) -> None:
 
 def test_a_profile_does_not_go_with_a_plan_that_stays(run: Run, refuse: Run) -> None:
     search(run, "--gpus 1 --price grid:1x1 --out plan.json")
-    assert "--profile goes with --replan and --race" in refuse("run", "plan.json", "--profile", "cpu")
+    assert "give it with --replan or --race" in refuse("run", "plan.json", "--profile", "cpu")
 
 
 def test_four_ranks_on_a_grid_equal_one_device(run: Run) -> None:

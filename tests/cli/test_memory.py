@@ -55,7 +55,7 @@ def test_a_plan_within_a_limit(run: Run, here: Path) -> None:
 
 def test_what_is_not_offered_is_not_chosen(run: Run) -> None:
     limit = str(0.65 * free_bytes(run))
-    found = json.loads(run(*WIDE, "--memory-limit", limit, "--no-offer", "recompute,shard", "--json"))
+    found = json.loads(run(*WIDE, "--memory-limit", limit, "--offer", "none", "--json"))
     assert {(row["recompute"], row["states"]) for row in found["layers"].values()} == {(False, "replicated")}
     found = json.loads(run(*WIDE, "--memory-limit", limit, "--offer", "shard", "--json"))
     assert not any(row["recompute"] for row in found["layers"].values())

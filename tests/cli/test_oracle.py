@@ -47,7 +47,6 @@ def test_a_sample_on_several_gpus(run: Run, refuse: Run) -> None:
     """Below one sample a GPU inputs are boxes, and a number of GPUs with a part of a sample has no answer."""
     asked = ("oracle", "cosmoflow:64", "--profile", "v100", "--gpus", "2,4,16", "--strategy", "spatial,ds", "--json")
     found = json.loads(run(*asked, "--batch", "0.25"))
-    assert found == json.loads(run(*asked, "--samples-per-node", "1"))
     assert [(a["strategy"], a["gpus"], a["batch"]) for a in found["answers"]] == [("spatial", 4, 1), ("ds", 16, 4)]
     reasons = {(u["strategy"], u["gpus"]): u["why"] for u in found["unreachable"]}
     assert reasons["spatial", 2] == "0.25 samples a GPU on 2 of them are 0.5 samples, no whole number"
@@ -118,7 +117,7 @@ def test_too_little_memory(run: Run) -> None:
     """In the unit of the flag."""
     at = ("--gpus", "1", "--strategy", "serial", "--max-memory", "0.0005")
     line = " ".join(run(*LENET, *at).split())
-    assert "with 0.0005 GiB a device: none fits into memory: the least, serial at 1 GPU, needs 0.00" in line
+    assert "with 0.0005 GiB a device: none fits into memory: the smallest, serial at 1 GPU, needs 0.00" in line
 
 
 def test_a_strategy_that_cannot_be_is_a_line(run: Run) -> None:

@@ -120,7 +120,7 @@ def in_windows(x: np.ndarray[Any, Any], window: tuple[int, ...], overlap: float)
 
 def run(ranks: int, samples: object, out: object, **options: Any) -> list[Predicted]:
     plan_of(ranks)  # once, before ranks are threads that each would make it
-    return run_threads(ranks, lambda comm: predict(module_of(comm), samples, out, progress=False, **options))
+    return run_threads(ranks, lambda comm: predict(module_of(comm), samples, out, **options))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -140,7 +140,7 @@ def test_windows_are_taken_where_a_sample_does_not_fit(tmp_path: Path) -> None:
     def limited(comm: Comm) -> None:
         module = module_of(comm)
         module.plan.predicted["memory_bytes"] = 1e6  # of the planned size, 16 x 16 x 16
-        predict(module, [*volumes(), large], tmp_path / "a", memory_limit="2MB", progress=False)
+        predict(module, [*volumes(), large], tmp_path / "a", memory_limit="2MB")
 
     large = np.random.default_rng(1).normal(size=(1, 40, 16, 16))
     run_threads(2, limited)
@@ -167,7 +167,7 @@ def test_mirrored_where_a_rank_has_no_part(tmp_path: Path) -> None:
             fuse(network.graph), comm.size, 0, "boxes", lambda configs: min(configs, key=lambda c: c.total)
         )
         module = load(plan, network, comm=comm, dtype=torch.float64)
-        return predict(module, [volumes()[1]], tmp_path / "a", mirror="d", progress=False)
+        return predict(module, [volumes()[1]], tmp_path / "a", mirror="d")
 
     run_threads(2, on_one_device)
     x = volumes()[1]
@@ -215,7 +215,7 @@ def test_a_case_that_fails_is_named_and_an_interrupted_run_goes_on(tmp_path: Pat
     files[1].write_bytes(b"no numbers")
     out = tmp_path / "out"
     for _ in range(2):  # the second run computes nothing again
-        with pytest.raises(LayerwiseError, match=r"1 of 3 samples failed, . are written: b: .*b\.npy"):
+        with pytest.raises(LayerwiseError, match=r"1 of 3 samples failed, . were written: b: .*b\.npy"):
             run(2, [str(file) for file in files], out)
         before = (out / "a.npy").stat().st_mtime_ns
         assert sorted(path.name for path in out.iterdir()) == [".layerwise", "a.npy", "c.npy"]
@@ -237,7 +237,7 @@ def test_results_of_others_are_not_taken(kind: str, tmp_path: Path) -> None:
         for shard in module.shards():
             if shard.name == "head.bias":
                 shard.tensor.view(-1)[-1] += 1e-9
-        return predict(module, volumes(), out, reduce="argmax", progress=False)
+        return predict(module, volumes(), out, reduce="argmax")
 
     for again in (lambda: run_threads(2, other), lambda: run(2, volumes(), out, reduce="softmax")):
         with pytest.raises(LayerwiseError, match="may belong to other weights or options"):
@@ -260,7 +260,7 @@ def test_ranks_of_two_nodes_never_hold_a_page_together(tmp_path: Path, monkeypat
 
     def rank(comm: Comm) -> Predicted:
         there.host = "ab"[comm.rank % 2]
-        return predict(module_of(comm), [volumes()[1]] * 2, tmp_path / "a.npy", progress=False)
+        return predict(module_of(comm), [volumes()[1]] * 2, tmp_path / "a.npy")
 
     run_threads(4, rank)
     assert opened == [*"aabb"] * 2
@@ -281,7 +281,7 @@ def test_one_rank_without_memory_ends_all(tmp_path: Path) -> None:
                 return replace(sized(*args), run=fail)
 
             vars(run)["sized"] = short
-        return predict(module, volumes(), tmp_path / "a", progress=False)
+        return predict(module, volumes(), tmp_path / "a")
 
     with pytest.raises(CommError, match="rank 1 ran out of memory"):
         run_threads(2, rank)
@@ -311,12 +311,10 @@ def test_ranks_that_split_samples_alone_compute_samples_of_their_own(tmp_path: P
     model, _ = trained()
 
     def both(comm: Comm) -> Predicted:
-        options = layerwise.ParallelOptions(comm=comm, measure_s=0)
+        options = layerwise.ParallelOptions(comm=comm, io="boxes", measure_s=0, verbose=False)
         x = torch.zeros(2, 1, 16, 16, 16, dtype=torch.float64)
-        made = layerwise.parallelize(
-            copy.deepcopy(model), x, strategy="data", inference=True, io="boxes", verbose=False, options=options
-        )
-        return predict(made, volumes(), tmp_path / "a", progress=False)
+        made = layerwise.parallelize(copy.deepcopy(model), x, strategy="data", inference=True, options=options)
+        return predict(made, volumes(), tmp_path / "a")
 
     run_threads(2, both)
     check(tmp_path / "a", [one_pass(x) for x in volumes()])
@@ -359,7 +357,7 @@ def test_ranks_that_see_other_samples_never_mix_them(tmp_path: Path) -> None:
         module = load(plan, network, comm=comm, dtype=torch.float64)
         mine = [object(), *samples[1:]] if comm.rank else samples
         with pytest.raises(LayerwiseError, match="samples failed"):
-            predict(module, mine, tmp_path / "a", progress=False)
+            predict(module, mine, tmp_path / "a")
 
     run_threads(2, both, timeout_s=60)
     written = list((tmp_path / "a").glob("*.npy"))
@@ -373,7 +371,7 @@ def test_what_was_in_training_is_so_again(tmp_path: Path) -> None:
     module = module_of(SoloComm()).train()
     norm = next(m for m in module.modules() if isinstance(m, nn.BatchNorm3d))
     norm.eval()
-    predict(module, [volumes()[1]], tmp_path / "a", progress=False)
+    predict(module, [volumes()[1]], tmp_path / "a")
     assert module.training
     assert not norm.training
 
@@ -382,7 +380,7 @@ def test_labels_that_do_not_fit_are_refused() -> None:
     out = np.zeros((1, 16, 16, 16), np.uint8)
     with pytest.raises(LayerwiseError, match="contains 300"):
         predict(
-            module_of(SoloComm()), [volumes()[1]], out, progress=False,
+            module_of(SoloComm()), [volumes()[1]], out,
             reduce=lambda y: torch.full_like(y[:, 0], 300, dtype=torch.int32),
         )  # fmt: skip
     assert not out.any()
@@ -393,7 +391,7 @@ def test_results_are_called_so_that_files_are_told_apart(tmp_path: Path) -> None
     for file in files:
         file.parent.mkdir(exist_ok=True)
         np.save(file, volumes()[1])
-    done = predict(module_of(SoloComm()), [str(file) for file in files], tmp_path / "out", progress=False)
+    done = predict(module_of(SoloComm()), [str(file) for file in files], tmp_path / "out")
     assert done.written == ("a_x-0.5mm", "a_x-0.7mm", "b_x-0.5mm")
 
 
@@ -418,14 +416,14 @@ def test_several_inputs(window: tuple[int, ...] | None, tmp_path: Path) -> None:
     samples = [rng.normal(size=(1, *each)) for each in ((1, *shape), (2, *shape), (3,))]
 
     def run_rank(comm: Comm) -> Predicted:
-        options = layerwise.ParallelOptions(comm=comm, measure_s=0)
+        options = layerwise.ParallelOptions(comm=comm, io="boxes", measure_s=0, verbose=False)
         example = tuple(torch.zeros(1, *each, dtype=torch.float64) for each in ((1, 8, 8, 8), (2, 8, 8, 8), (3,)))
         made = layerwise.parallelize(
-            copy.deepcopy(model), example, strategy={"first": {"d": comm.size}}, inference=True, io="boxes",
-            verbose=False, options=options,
+            copy.deepcopy(model), example, strategy={"first": {"d": comm.size}}, inference=True,
+            options=options,
         )  # fmt: skip
         loader = layerwise.BoxLoader(made, *samples)
-        return predict(made, loader, tmp_path / "a", window=window, mirror="w", progress=False)
+        return predict(made, loader, tmp_path / "a", window=window, mirror="w")
 
     run_threads(2, run_rank)
 

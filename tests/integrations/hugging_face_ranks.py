@@ -19,7 +19,7 @@ from layerwise.integrations.accelerate import prepare
 from layerwise.integrations.transformers import LayerwiseTrainer
 from layerwise.run.parallel import ParallelModule
 
-QUIET: dict[str, Any] = {"verbose": False, "options": ParallelOptions(measure_s=0)}
+QUIET: dict[str, Any] = {"options": ParallelOptions(measure_s=0, verbose=False)}
 BATCH = 4  # of all ranks together
 
 

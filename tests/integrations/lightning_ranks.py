@@ -23,7 +23,7 @@ from layerwise.comm.base import Comm
 from layerwise.integrations.lightning import LayerwiseStrategy
 
 SAMPLES, BATCH = 48, 8  # of all ranks together
-QUIET: dict[str, Any] = {"verbose": False, "options": ParallelOptions(measure_s=0)}
+QUIET: dict[str, Any] = {"options": ParallelOptions(measure_s=0, verbose=False)}
 SPLIT: dict[str, Any] = QUIET | {"strategy": {"0": {"c": 2}, "3": {"k": 2}}}
 
 

@@ -2,7 +2,6 @@
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -34,9 +33,9 @@ def train(comm: Comm, packages: str, folder: str, epochs: int) -> dict[str, Tens
 
     images = np.random.default_rng(0).normal(size=(4, 1, 8, 8, 8))
     example = (torch.empty(2, 1, 8, 8, 8, dtype=torch.float64), torch.empty(2, 8, 8, 8, dtype=torch.int64))
-    quiet: Any = {"verbose": False, "options": layerwise.ParallelOptions(measure_s=0)}
+    boxes = layerwise.ParallelOptions(io="boxes", measure_s=0, verbose=False)
     split = {"network.0": {"w": 2}, "network.2": {"c": 2}} if comm.size > 1 else None
-    network = layerwise.parallelize(WithLoss(), example, io="boxes", strategy=split, **quiet)
+    network = layerwise.parallelize(WithLoss(), example, strategy=split, options=boxes)
     optimizer = torch.optim.Adam(network.parameters(), 0.02)
     loader = BoxLoader(network, images, (images[:, 0] > 0).astype(np.int64))
     trainer = SupervisedTrainer(

@@ -106,7 +106,7 @@ def train(comm: Comm, folder: str, results: str, layers: bool, resumed: str = ""
 
     class Seeded(base):  # type: ignore[misc]
         keywords = {  # noqa: RUF012
-            "verbose": False, "strategy": {"network.*": {"w": 2}}, "options": layerwise.ParallelOptions(measure_s=0),
+            "strategy": {"network.*": {"w": 2}}, "options": layerwise.ParallelOptions(measure_s=0, verbose=False),
         }  # fmt: skip
 
         def get_dataloaders(self) -> Any:

@@ -132,7 +132,7 @@ class Broken(cases.Classifier):
 @pytest.mark.parametrize(
     ("module", "settings", "words"),
     [
-        (Tied, {}, "is 'net.0.weight', too"),
+        (Tied, {}, "modules share a parameter, .* and 'net.0.weight'"),
         (Late, {}, "module 'later' is trained, and the first step does not call it"),
         (Broken, {}, "could not be tried before training"),
         (cases.Classifier, {"plugins": "fsdp"}, "FSDPPrecision changes the layers"),
@@ -151,4 +151,4 @@ def test_what_does_not_go_together_is_one_sentence(module: Any, settings: Any, w
 def test_the_strategy_has_a_name() -> None:
     assert isinstance(cases.trainer(1, "layerwise").strategy, cases.LayerwiseStrategy)
     with pytest.raises(LayerwiseError, match="takes no io="):
-        cases.LayerwiseStrategy(io="boxes")
+        cases.LayerwiseStrategy(options=cases.ParallelOptions(io="boxes"))

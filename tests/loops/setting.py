@@ -187,8 +187,7 @@ class Setting:
             model,
             (example, self.share(batch(0)[1])) if labels else example,
             strategy=strategy,
-            options=layerwise.ParallelOptions(comm=self.comm, measure_s=0),
-            verbose=False,
+            options=layerwise.ParallelOptions(comm=self.comm, measure_s=0, verbose=False),
             **how,
         )
 

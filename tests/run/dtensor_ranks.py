@@ -271,7 +271,6 @@ def net_again() -> Net:
 
 
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "full_tensor": lambda out, _: loss(out),
     "squares": lambda out, _: loss(out),
     "cross_entropy": F.cross_entropy,
     "mean": lambda out, _: out.mean(),
@@ -285,8 +284,7 @@ def penalised(comm: Comm | None, cuts: Cuts, how: str) -> tuple[list[float], dic
     for x in X:
         optimizer.zero_grad()
         penalty = sum(p.abs().sum() + p.norm(dim=0).sum() for p in model.parameters())
-        if how == "full_tensor" and isinstance(penalty, DTensor):
-            penalty = penalty.full_tensor()
+        assert not isinstance(penalty, DTensor)
         mine = share(model)
         total = 0.1 * penalty
         total += LOSSES[how](model(x[mine]), (torch.arange(len(x)) % 4)[mine])

@@ -100,5 +100,5 @@ def failed_at_every_step(comm: Comm, degrees: dict[str, int] | None, device: str
     loss(model(x)).backward()
     assert all(p.grad is not None for name, p in model.named_parameters() if name != "unread")
     with pytest.raises(LayerwiseError, match="is already parallel"):
-        layerwise.parallelize(model, x, verbose=False)
+        layerwise.parallelize(model, x, options=layerwise.ParallelOptions(verbose=False))
     return len(steps)

@@ -135,7 +135,7 @@ def test_a_model_of_one_dict(strategy: Any, kind: type[OfADict]) -> None:
         own = copy.deepcopy(model)
         batch = {"y": y[:2], "x": x[:2]}
         module = layerwise.parallelize(
-            own, batch, strategy=strategy, options=layerwise.ParallelOptions(comm=comm, measure_s=0), verbose=False
+            own, batch, strategy=strategy, options=layerwise.ParallelOptions(comm=comm, measure_s=0, verbose=False)
         )
         loss = module({name: value[module.share()] for name, value in {"x": x, "y": y}.items()})["loss"]
         loss.backward()
@@ -168,8 +168,7 @@ def test_numbers_among_the_arguments_are_those_of_the_example(example: dict[str,
             own,
             batch,
             strategy={"body": {"c": 2}},
-            options=layerwise.ParallelOptions(comm=comm, measure_s=0),
-            verbose=False,
+            options=layerwise.ParallelOptions(comm=comm, measure_s=0, verbose=False),
         )
         with pytest.raises(LayerwiseError, match="'fill'"):
             module(**batch | {"fill": 7.0})
@@ -210,10 +209,8 @@ def test_evaluation_with_an_argument_that_the_plan_does_not_know(more: dict[str,
     x = torch.randn(2, 4)
 
     def called(comm: Comm) -> None:
-        options = layerwise.ParallelOptions(comm=comm, measure_s=0)
-        model = layerwise.parallelize(
-            Decoder().eval(), x, strategy={"body": {"c": 2}}, inference=True, options=options, verbose=False
-        )
+        options = layerwise.ParallelOptions(comm=comm, measure_s=0, verbose=False)
+        model = layerwise.parallelize(Decoder().eval(), x, strategy={"body": {"c": 2}}, inference=True, options=options)
         with torch.no_grad(), pytest.raises(LayerwiseError, match=said):
             model(x, **more)
         assert model(x).shape == (2, 4)
@@ -237,11 +234,9 @@ def test_evaluation_without_labels_and_with_another_number() -> None:
     x, labels = torch.randn(2, 4), torch.randn(2, 4)
 
     def called(comm: Comm) -> None:
-        options = layerwise.ParallelOptions(comm=comm, measure_s=0)
+        options = layerwise.ParallelOptions(comm=comm, measure_s=0, verbose=False)
         example = {"x": x, "labels": labels, "scale": 2.0}
-        model = layerwise.parallelize(
-            Switched(), example, strategy={"body": {"c": 2}}, options=options, verbose=False
-        ).eval()
+        model = layerwise.parallelize(Switched(), example, strategy={"body": {"c": 2}}, options=options).eval()
         with torch.no_grad():
             assert model(x, scale=2.0).shape == (2, 4)
             with pytest.raises(LayerwiseError, match=r"called with 3.0, but was made parallel for 2.0 \('scale'\)"):

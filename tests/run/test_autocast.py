@@ -74,7 +74,7 @@ def test_autocast_around_the_call(case: str, dtype: torch.dtype) -> None:
 def test_each_call_as_it_is_called() -> None:
     """With autocast and without, to one type and to another, in training and in evaluation."""
     model, plain, x = both(CASES["two layers"])
-    made = layerwise.parallelize(model, x, verbose=False, options=layerwise.ParallelOptions(measure_s=0))
+    made = layerwise.parallelize(model, x, options=layerwise.ParallelOptions(measure_s=0, verbose=False))
     for training in (True, False):
         for module in (made, plain):
             module.train(training)
@@ -106,8 +106,7 @@ def test_grad_scaler() -> None:
             copy.deepcopy(model),
             x[:2],
             strategy="data",
-            verbose=False,
-            options=layerwise.ParallelOptions(measure_s=0, comm=comm),
+            options=layerwise.ParallelOptions(measure_s=0, comm=comm, verbose=False),
         )
         return trained(made, x[made.share()])
 

@@ -71,7 +71,7 @@ def test_casts_are_kept(case: str) -> None:
     model, x = Model(dtype, last, table), torch.randn(4, 6).to(dtype)
     plain = copy.deepcopy(model)
     wanted = plain(x)
-    made = layerwise.parallelize(model, x, verbose=False, options=layerwise.ParallelOptions(measure_s=0))
+    made = layerwise.parallelize(model, x, options=layerwise.ParallelOptions(measure_s=0, verbose=False))
     found = made(x)
     assert found.dtype == wanted.dtype
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)

@@ -98,7 +98,7 @@ def test_one_device_compiles_the_model_as_one_graph() -> None:
     """Dropouts are in it: their seeds are no constants, a further step compiles nothing."""
     torch.manual_seed(0)
     backend = Counted()
-    model = layerwise.parallelize(Net().double(), IMAGES[0], verbose=False, compile={"backend": backend})
+    model = layerwise.parallelize(Net().double(), IMAGES[0], compile={"backend": backend})
     first, again = model(IMAGES[0]), model(IMAGES[0])
     assert backend.graphs == 1
     assert difference(first, again) > 1e-3  # other draws
@@ -111,7 +111,7 @@ def test_without_dropout_one_device_has_pytorchs_compiled_model() -> None:
     module = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     x = torch.randn(3, 4)
     expected = torch.compile(module, **QUICK)(x)
-    model = layerwise.parallelize(module, x, verbose=False, compile=QUICK)
+    model = layerwise.parallelize(module, x, compile=QUICK)
     assert torch.equal(model(x), expected)
     assert list(model.state_dict()) == list(module.state_dict())
     assert model._modules is module._modules
@@ -121,7 +121,7 @@ def test_without_dropout_one_device_has_pytorchs_compiled_model() -> None:
 def test_compile_in_place(layers: bool) -> None:
     """As `nn.Module.compile`."""
     backend, x = Counted(), torch.ones(3, 4)
-    model = layerwise.parallelize(Small(), x, verbose=False)
+    model = layerwise.parallelize(Small(), x)
     if layers:
         network = layered(traced(Small(), x))
         model = load(plan_of(network, 1, {}), network)
@@ -153,7 +153,7 @@ def test_recomputation_and_compile() -> None:
 )
 def test_what_compile_does_not_take(compile: Any, message: str) -> None:
     with pytest.raises(LayerwiseError) as raised:
-        layerwise.parallelize(nn.Linear(4, 2), torch.ones(3, 4), verbose=False, compile=compile)
+        layerwise.parallelize(nn.Linear(4, 2), torch.ones(3, 4), compile=compile)
     assert str(raised.value).startswith(message)
 
 
@@ -167,7 +167,7 @@ def test_a_model_that_is_compiled_already(in_place: bool) -> None:
         module.compile(backend=backend)
     else:
         given = torch.compile(module, backend=backend)
-    model = layerwise.parallelize(given, x, verbose=False)
+    model = layerwise.parallelize(given, x)
     assert torch.equal(model(x), expected)
     assert backend.graphs == 1
 

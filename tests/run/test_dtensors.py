@@ -107,17 +107,23 @@ def test_float16_with_gradscaler(name: str) -> None:
         close(state, wanted, 0.03)
 
 
-@pytest.mark.parametrize("name", ["filters", "mixed", "states", "fewer"])
-def test_a_weight_penalty_is_one_devices(name: str) -> None:
-    """Beside a loss that is this rank's own, whose backward pass begins with a DTensor."""
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("filters", "squares"),
+        ("states", "squares"),
+        ("fewer", "squares"),
+        *(("mixed", how) for how in dtensor_ranks.LOSSES),
+    ],
+)
+def test_a_weight_penalty_is_one_devices(name: str, how: str) -> None:
+    """Beside a loss that is this rank's own, which has a graph of its own."""
     ranks, cuts = PLANS[name]
-    for how in dtensor_ranks.LOSSES:
-        losses, wanted = dtensor_ranks.penalised(None, [], how)
-        found = run_ranks(ranks, f"{HERE}penalised", cuts, how)
-        for _, state in found:
-            close(state, wanted)
-        if ranks == 2:  # of equally many samples
-            assert [sum(each) / 2 for each in zip(*(one for one, _ in found), strict=True)] == pytest.approx(losses)
+    losses, wanted = dtensor_ranks.penalised(None, [], how)
+    found = run_ranks(ranks, f"{HERE}penalised", cuts, how)
+    for _, state in found:
+        close(state, wanted)
+    assert [sum(each) / ranks for each in zip(*(one for one, _ in found), strict=True)] == pytest.approx(losses)
 
 
 def test_numbers_beside_a_tensor_of_ones_own() -> None:

@@ -75,10 +75,8 @@ def test_parallelize(strategy: object) -> None:
     expected = copy.deepcopy(model).eval()(x).detach()
 
     def run(comm: Comm) -> tuple[Tensor, bool, str]:
-        options = layerwise.ParallelOptions(comm=comm, measure_s=0)
-        made = layerwise.parallelize(
-            copy.deepcopy(model), x[:2], strategy=strategy, inference=True, verbose=False, options=options
-        )
+        options = layerwise.ParallelOptions(comm=comm, measure_s=0, verbose=False)
+        made = layerwise.parallelize(copy.deepcopy(model), x[:2], strategy=strategy, inference=True, options=options)
         told = made.plan.provenance["cost_options"]["kind"]
         with torch.inference_mode():
             out = made(x[made.share()])
@@ -95,8 +93,8 @@ def test_what_trains_is_told_from_what_answers() -> None:
     def run(comm: Comm) -> str:
         with pytest.raises(LayerwiseError) as caught:
             layerwise.parallelize(
-                nn.Linear(4, 4), torch.randn(2, 4), inference=comm.rank == 0, verbose=False,
-                options=layerwise.ParallelOptions(comm=comm, measure_s=0),
+                nn.Linear(4, 4), torch.randn(2, 4), inference=comm.rank == 0,
+                options=layerwise.ParallelOptions(comm=comm, measure_s=0, verbose=False),
             )  # fmt: skip
         return str(caught.value)
 

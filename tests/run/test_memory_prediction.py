@@ -26,7 +26,7 @@ CASES = [
     pytest.param("alexnet-like", "data, gathered", "sgd", 2, marks=pytest.mark.slow),
     ("lenet5", "data, gathered", "sgd", 2),
     pytest.param("resnet18", "data, gathered", "momentum", 2, marks=pytest.mark.slow),
-    ("unet3d, one sample", "searched", "sgd", 2),
+    pytest.param("unet3d, one sample", "searched", "sgd", 2, marks=pytest.mark.slow),  # it splits space, as the next
     ("unet3d, one sample", "space", "sgd", 2),  # halos: one copy of what a convolution and the ReLU before it keep
     ("resnet18", "serial, recompute", "sgd", 1),
     ("unet3d", "serial, recompute", "sgd", 1),

@@ -120,8 +120,8 @@ def test_a_temperature_that_the_loop_changes_through(way: str, monkeypatch: pyte
 
 
 def split(model: nn.Module, comm: Comm) -> nn.Module:
-    options = ParallelOptions(measure_s=0, comm=comm)
-    return layerwise.parallelize(model, X, strategy={"lin": {"c": 2}}, verbose=False, options=options)
+    options = ParallelOptions(measure_s=0, verbose=False, comm=comm)
+    return layerwise.parallelize(model, X, strategy={"lin": {"c": 2}}, options=options)
 
 
 def test_a_plan_that_splits_layers_says_what_the_loop_has_changed() -> None:

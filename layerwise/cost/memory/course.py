@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 import numpy as np
 
@@ -12,22 +13,7 @@ from layerwise.cost.memory.step import peak_bytes, tracked
 from layerwise.cost.model import CostModel, Strategy
 from layerwise.geometry.arrays import Floats
 from layerwise.program import Effects
-from layerwise.program.instructions import (
-    AllGather,
-    Arrive,
-    Begin,
-    Compute,
-    End,
-    Fill,
-    Forget,
-    Free,
-    Instruction,
-    Keep,
-    Move,
-    Output,
-    Release,
-    Update,
-)
+from layerwise.program.instructions import Begin, End, Fill, Forget, Free, Instruction, Keep, Move, Release
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +38,10 @@ class _Log(AllocationTracker):
         super().__init__(devices)
         self.logged: list[tuple[Floats, MemoryKind, bool]] = []
         self.instants: list[tuple[str, int]] = []
-        timed = AllGather, Arrive, Begin, End, Move, Compute, Output, Fill, Update
+        # Those that only free memory belong to the next one.
         self.does: Effects = {
-            **dict.fromkeys(timed, self._done),
-            **dict.fromkeys((Free, Forget, Keep, Release)),  # they count for the next one
+            **dict.fromkeys(get_args(Instruction), self._done),
+            **dict.fromkeys((Free, Forget, Keep, Release)),
         }
 
     def _done(self, instruction: Instruction) -> None:

@@ -45,11 +45,7 @@ from layerwise.program.instructions import (
 )
 
 UPDATE = " (update)"  # how a span of the optimizer ends
-SUFFIX: dict[Direction, str] = {
-    "forward": "",
-    "recompute": AGAIN,
-    "backward": " (backward)",
-}
+SUFFIX: dict[Direction, str] = {"forward": "", "recompute": AGAIN, "backward": " (backward)"}
 Record = Callable[["SimulatedSpan"], None]
 
 

@@ -24,8 +24,9 @@ from layerwise.graph.layer_graph import LayerGraph
 from layerwise.graph.samples import by_itself, counts_targets
 from layerwise.importers.torch.proof import check_runnable, compared, proven, running
 from layerwise.importers.torch.read.arguments import Call
+from layerwise.importers.torch.read.effects import OF_MODULES
 from layerwise.importers.torch.read.fed import Fed, fed_by
-from layerwise.importers.torch.runs import Trial
+from layerwise.importers.torch.runs import NotRunError, Trial, runnable
 from layerwise.importers.torch.samples import PARTS, MixedSamplesError, check_decided, independent
 from layerwise.importers.torch.trace import Dims, Imported, import_module
 from layerwise.importers.torch.traced_program import TRACING, samples_in
@@ -48,6 +49,40 @@ def import_once(
         except LayerwiseError:  # accepting no other batch is no error, and other errors mention the example's sizes
             break
     return replace(import_module(model, call, name, dims), fed=fed)
+
+
+def import_as_called(model: nn.Module, call: Call, name: str) -> Imported:
+    """`import_module`, at the example's batch alone, of which every rank is given all: samples need not be independent.
+
+    LayerwiseError where a second call is another, as the model keeps something from call to call.
+    """
+    fed, imported = fed_by(model, call), import_module(model, call, name, fixed=True)
+    try:
+        check_runnable(model, call, imported.graph, fed.batch)
+        few = runnable(call)
+        with running(model):
+            trial = Trial(model, few, fed.batch, [(few, fed.batch)])
+            if not trial.first.like(trial.others[0]):
+                raise _keeps(imported)
+            return replace(proven(imported, trial), fed=fed)
+    except (UnprovenError, NotRunError) as why:
+        if _kept(imported):
+            raise _keeps(imported) from why
+        return replace(imported, fed=fed, unproven=str(why))
+
+
+def _kept(imported: Imported) -> list[str]:
+    """Returns the paths of what a call keeps in attributes of modules."""
+    return sorted(path for path in imported.written if path.rpartition(".")[2] not in OF_MODULES)
+
+
+def _keeps(imported: Imported) -> LayerwiseError:
+    module, _, name = next(iter(_kept(imported)), "").rpartition(".")
+    what = f"module {module!r} keeps something in its attribute {name!r}" if name else "the model keeps something"
+    return LayerwiseError(
+        f"{what} from call to call, so that a second call computes something else; a plan follows only what a call is "
+        "given, also in lists and dicts, and what it returns or writes into these"
+    )
 
 
 def import_for_batches(

@@ -36,11 +36,17 @@ Stored = Mapping[str, Callable[[], torch.Tensor | None]]  # functions that retur
 
 
 def build_graph(
-    program: TracedProgram, title: str, dims: Sequence[Sequence[str | None]] | None
+    program: TracedProgram, title: str, dims: Sequence[Sequence[str | None]] | None, *, fixed: bool = False
 ) -> tuple[LayerGraph, Stored]:
-    """The layers of a program, and its own values. `dims`: labels for each input."""
+    """The layers of a program, and its own values.
+
+    dims: labels for each input. fixed: it has no other batch, and every rank is given all of it.
+    """
     importer = _Importer(program, title, dims)
-    return importer.graph(), importer.stored()
+    graph = importer.graph()
+    if not fixed:
+        check_samples(graph)
+    return replace(graph, fixed=fixed), importer.stored()
 
 
 class _Importer:
@@ -114,7 +120,6 @@ class _Importer:
                 value = self.placer.place(Built(Unary("identity"), (value,)), f"{value.name}.output")
             outputs[value.name] = None
         graph = self.placer.builder.finish(list(outputs))
-        check_samples(graph)
         return replace(graph, folded=frozenset(self.folded(graph)), unseen=self.program.effects)
 
     def folded(self, graph: LayerGraph) -> Iterator[str]:

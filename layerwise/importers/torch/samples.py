@@ -37,7 +37,10 @@ class MixedSamplesError(LayerwiseError):
     def __init__(self, what: str, layer: str = "", as_long: Sequence[str] = ()) -> None:
         """as_long: inputs as long as the batch, some of which may be shared."""
         self.what, self.layer = what, layer
-        which = f" ({', '.join(as_long)} are as long as the batch: shared= names those that samples share, () none)"
+        which = (
+            f" ({', '.join(as_long)} are as long as the batch: ParallelOptions(shared=...) names those that samples "
+            "share, () none)"
+        )
         super().__init__(
             f"{f'layer {layer!r}' if layer else 'the model'} combines samples: {what}. layerwise needs independent "
             "samples, except in batch norms and losses; ParallelOptions(samples_together=True) also allows a layer "
@@ -90,7 +93,7 @@ def _names(model: nn.Module, call: Call, leaves: Collection[int]) -> tuple[str, 
 
 def _mixing(trial: Trial) -> str:
     """The path of the first module whose output rows change with the samples beside them; empty if none is seen."""
-    for path, x in trial.every.seen.items() if trial.others else ():
+    for path, x in trial.every.seen.items() if trial.samples == sum(PARTS) and trial.others else ():
         part = trial.others[0].seen.get(path, x)
         ratio = x.dim() and part.dim() and x.shape[0] * PARTS[0] == part.shape[0] * trial.samples
         if ratio and not distance(part, x[: len(part)]) <= ROUNDED[torch.float32]:

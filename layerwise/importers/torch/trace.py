@@ -72,9 +72,18 @@ class Imported:
 
 
 def import_module(
-    model: nn.Module, call: Call, name: str, dims: Dims | None = None, after: Imported | None = None
+    model: nn.Module,
+    call: Call,
+    name: str,
+    dims: Dims | None = None,
+    after: Imported | None = None,
+    *,
+    fixed: bool = False,
 ) -> Imported:
-    """Traces a module with the call's number of samples. after: an earlier call, which has changed numbers."""
+    """Traces a module with the call's number of samples.
+
+    after: an earlier call, which has changed numbers. fixed: as `build_graph` has it.
+    """
     known = numbers(model)
     try:
         if after is not None:
@@ -83,7 +92,7 @@ def import_module(
         exported, effects = _export(model, *call, name)
     finally:
         put_back(model, known)
-    graph, stored = build_graph(rewrite(read_program(exported, name)), name, dims)
+    graph, stored = build_graph(rewrite(read_program(exported, name)), name, dims, fixed=fixed)
     structure = structure_of(exported, len(graph.layers[-1].inputs))
     arguments = Arguments.of(model, exported, graph.batch)
     graph = replace(graph, unseen=(*graph.unseen, *effects.found))

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from layerwise.api.parallelize import Keywords, parallelize
+from layerwise.api.parallelize import DEFAULT, Keywords, parallelize
 from layerwise.errors import LayerwiseError
 from layerwise.integrations.lightning.first_calls import EXAMPLES, first_batch, first_calls
 from layerwise.integrations.lightning.sharded import read, write
@@ -28,7 +28,7 @@ from layerwise.integrations.optimizer_state import full_state, load_full_state, 
 from layerwise.run.local_tensor import is_dtensor
 from layerwise.run.parallel import ParallelModule, of
 
-CONTRADICTS = {"io", "inference", "device_mesh", "autocast"}  # of parallelize: what Lightning says, or has no way to
+CONTRADICTS = {"inference", "device_mesh", "autocast"}  # of parallelize: what Lightning says, or has no way to
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 STEPS = "layerwise_steps"  # in a checkpoint, of each module: its random numbers follow from them
 
@@ -64,8 +64,9 @@ class LayerwiseStrategy(DDPStrategy):  # type: ignore[misc] # where Lightning is
         timeout: timedelta = timedelta(minutes=30),
         **keywords: Unpack[Keywords],
     ) -> None:
-        if odd := CONTRADICTS & set(keywords):
-            raise LayerwiseError(f"LayerwiseStrategy takes no {min(odd)}=: Lightning's Trainer says how it trains")
+        odd = sorted(CONTRADICTS & set(keywords)) + ["io"] * (keywords.get("options", DEFAULT).io is not None)
+        if odd:
+            raise LayerwiseError(f"LayerwiseStrategy takes no {odd[0]}=: Lightning's Trainer says how it trains")
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
         self._examples, self._sharded, self._keywords = examples, sharded, keywords
         self._synchronise = True
@@ -228,7 +229,7 @@ def _check_separate(module: nn.Module, split: Mapping[str, nn.Module]) -> None:
         for name, p in part.named_parameters():
             full = f"{path}.{name}"
             if (other := owners.setdefault(id(p), full)) != full:
-                raise LayerwiseError(f"parameter {full!r} is {other!r}, too: call both modules from one module")
+                raise LayerwiseError(f"modules share a parameter, {full!r} and {other!r}: call both from one module")
     for name, part in module.named_modules():
         seen = not name or any(f"{path}.".startswith(f"{name}.") or f"{name}.".startswith(f"{path}.") for path in split)
         computes = type(part).forward is not nn.Module.forward

@@ -84,8 +84,7 @@ def predict(
         inference=True,
         memory_limit=memory_limit,
         autocast=torch.float16 if here.type == "cuda" else None,
-        verbose=False,
-        options=options or ParallelOptions(),
+        options=options or ParallelOptions(verbose=False),
     )
     windows = Windows(model, made.list_of_parameters)
     made.network = windows

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from layerwise.api.arguments import ParallelOptions
-from layerwise.api.parallelize import Keywords, parallelize
+from layerwise.api.optimizers import planned
+from layerwise.api.parallelize import DEFAULT, Keywords, parallelize
 from layerwise.api.world import join
 from layerwise.comm.together import alone
 from layerwise.errors import LayerwiseError
@@ -68,10 +68,8 @@ class nnUNetTrainerLayerwise(nnUNetTrainer):  # type: ignore[misc] # noqa: N801 
         self.is_ddp = False  # the batch, the loss and the metrics are one device's
         self.local_rank, self.device = self._comm.rank, self._comm.device
         self.grad_scaler = GradScaler(self.device.type, enabled=self.device.type == "cuda")
-        if fixed := sorted({"io", "autocast"} & self.keywords.keys()):
-            raise LayerwiseError(
-                f"nnUNetTrainerLayerwise sets {' and '.join(fixed)} itself: leave it out of `keywords`"
-            )
+        if "autocast" in self.keywords or self.keywords.get("options", DEFAULT).io is not None:
+            raise LayerwiseError("nnUNetTrainerLayerwise sets autocast and io itself: leave them out of `keywords`")
 
     def on_train_start(self) -> None:
         if not self.was_initialized:
@@ -81,15 +79,14 @@ class nnUNetTrainerLayerwise(nnUNetTrainer):  # type: ignore[misc] # noqa: N801 
 
     def _split(self) -> None:
         """Puts the parallel network and its optimizer in the places of nnU-Net's, with their values."""
-        keywords: Keywords = {
-            "optimizer": "momentum",
-            **self.keywords,
-            "io": "boxes",
-            "autocast": torch.float16 if self.device.type == "cuda" else None,
-        }
+        options = replace(self.keywords.get("options", DEFAULT), io="boxes", optimizer=planned(self.optimizer))
         if self.configuration_manager.batch_dice:  # a loss of all samples together
-            options = keywords.get("options", ParallelOptions())
-            keywords["options"] = replace(options, samples_together=True)
+            options = replace(options, samples_together=True)
+        keywords: Keywords = {
+            **self.keywords,
+            "autocast": torch.float16 if self.device.type == "cuda" else None,
+            "options": options,
+        }
         state = full_state(self.optimizer, self.network)
         self._plain = self.network, self.optimizer
         self.network = parallelize(self.with_loss(), self.example(), **keywords)

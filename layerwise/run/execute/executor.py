@@ -35,6 +35,7 @@ class Executor:
     def __init__(self, schedule: Schedule, constants: Mapping[str, Tensor]) -> None:
         self.schedule, self.constants = schedule, constants
         self.layers = {scheduled.layer.name: scheduled for scheduled in schedule.layers}
+        self.returned = frozenset(schedule.graph.layers[-1].inputs)
         self.blocks: dict[str, list[Instruction]] = {}  # how each is recomputed
         self._steps: dict[StepKind, Steps] = {}
         self._compiled: CompiledSegments | None = None
@@ -218,7 +219,11 @@ class _Forward:
             if segment.first is scheduled:  # computes all layers of the segment
                 self._segment(segment, received)
         else:
-            out = self.values[name] = self._layer(scheduled, received)
+            out = self._layer(scheduled, received)
+            if out is not None and not run.differentiate and name in self.executor.returned:
+                # What is returned stays: a view of more, such as frames for the next chunk, would keep all of it.
+                out = out.clone() if out.untyped_storage().nbytes() > out.nbytes else out
+            self.values[name] = out
             self.types[name] = (scheduled.dtype or torch.int64) if out is None else out.dtype
         unread = self.values.get(name) if name in self.schedule.unread else None
         if run.differentiate and unread is not None:

@@ -35,7 +35,8 @@ def hardware() -> int:
     """Returns a number for this process's hardware: ranks with equal numbers compute the same bits
     from the same input.
     """
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_initialized() else ""
+    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    gpu = torch.cuda.get_device_name() if used else ""
     capability, threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
     return _digest(f"{_processor()} {capability} {threads} {gpu}".encode())
 

@@ -114,7 +114,7 @@ def outside_while_waiting(name: str) -> LayerwiseError:
     """Returns the error for a gradient from outside that was added to gradients still to be summed over ranks."""
     return LayerwiseError(
         f"parameter {name!r} {OUTSIDE}, while gradients still wait for their sum over the ranks, which it must not "
-        "join: do not use no_sync() or sync_every, call the whole model, or use the optimizer's weight_decay instead "
+        "join: do not use no_sync(), call the whole model, or use the optimizer's weight_decay instead "
         "of a penalty on weights"
     )
 

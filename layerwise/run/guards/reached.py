@@ -13,6 +13,7 @@ from zlib import crc32
 import numpy as np
 from torch import Tensor, nn
 
+from layerwise.importers.torch.read.reached import installed
 from layerwise.run.guards.refusals import unsupported
 
 _FOREIGN = {"torch", "numpy", "layerwise", "lightning", "pytorch_lightning", "accelerate", "tqdm", "rich"}
@@ -150,7 +151,7 @@ class Reached:
                     self._function(value, root)
                 elif not hasattr(type(value), "__get__"):
                     plain.add(name)
-            if plain and not _installed(base.__module__):
+            if plain and not installed(base.__module__):
                 self._look(base.__qualname__, _of_mapping(table), plain, names)
 
     def _function(self, function: types.FunctionType, root: object) -> None:
@@ -160,7 +161,7 @@ class Reached:
             return
         names = set(_names(function.__code__)) - _OF_TENSORS
         known = names & function.__globals__.keys()
-        if _installed(function.__module__):  # a package's globals are its own matter
+        if installed(function.__module__):  # a package's globals are its own matter
             known = {name for name in known if isinstance(function.__globals__[name], types.FunctionType)}
         self._look("", _of_mapping(function.__globals__), known, names, root)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
@@ -214,12 +215,6 @@ def check_reached(reached: Reached | None) -> None:
             f"{what}, which the model's forward reads and which changed after the model was made parallel,",
             "store a number that changes in a parameter with requires_grad=False, and write into it",
         )
-
-
-@functools.cache
-def _installed(module: str | None) -> bool:
-    """True for the code of an installed package."""
-    return "site-packages" in (getattr(sys.modules.get(module or ""), "__file__", None) or "")
 
 
 def _copy(value: Any) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, islice
 from operator import itemgetter
 from typing import Literal, get_args
 
@@ -69,13 +69,11 @@ class Polish:
         self.seen: dict[tuple[int, ...], float] = {}
 
     def seconds(self, choice: Choice) -> float:
-        """The simulated step; inf if it would be the best but does not fit into memory."""
+        """The simulated step."""
         key = tuple(choice[name] for name in self.names)
         if key not in self.seen:
             self.left -= 1
-            strategy = self.space.strategy(choice)
-            seconds = self.step_s(strategy)
-            self.seen[key] = seconds if seconds >= self.best or self.fits(strategy) else np.inf
+            self.seen[key] = self.step_s(self.space.strategy(choice))
         return self.seen[key]
 
     def from_(self, choice: Choice) -> Choice:
@@ -93,8 +91,9 @@ class Polish:
             for _, move in sorted(moves, key=itemgetter(0)):
                 if self.left <= until:
                     break
-                if self.seconds(choice | move) < self.best * (1 - GAIN):
-                    yield choice | move
+                other = choice | move
+                if self.seconds(other) < self.best * (1 - GAIN) and self.fits(self.space.strategy(other)):
+                    yield other
 
     def _single(self, choice: Choice, rows: Floats) -> Iterator[tuple[float, Choice]]:
         """Moves of one layer, and of several layers that are split alike."""
@@ -189,7 +188,8 @@ def overlapped(
     met = game.lightest(MET if SIMULATIONS[effort] else 0)
     starts = [*map(small.choice, known), *(one.choice for one in met if one.rows.max() < upper)]
     ends = dict[float, Choice]()
-    for start in sorted(starts, key=polish.seconds)[:STARTS]:
+    fitting = (start for start in sorted(starts, key=polish.seconds) if fits(small.strategy(start)))
+    for start in islice(fitting, STARTS):
         if polish.seconds(start) < min(ends, default=np.inf) * (1 + NEAR):
             end = polish.from_(start)
             ends[polish.seconds(end)] = end

@@ -25,20 +25,10 @@ LOOKS = 4  # of what eliminations have met, those whose peaks are simulated
 GAP = 0.002  # nearer to its bound, it is not made faster
 FEW = 16  # layers
 CASES = (48, 12)  # divided at most: of few layers, of more
+TRIED = 3  # cases of more, which must close a quarter of the gap
 NEAR = (0.005, 0.01)  # of the best: a bound that is nearer is near enough; likewise
 TIGHTER = 6  # rounds with a limit that is lower by what rows are below peaks
-FACTORS = (
-    0.3,
-    0.5,
-    0.7,
-    0.85,
-    0.95,
-    1.05,
-    1.2,
-    1.5,
-    2.0,
-    4.0,
-)  # of the best prices, for other choices
+FACTORS = (0.3, 0.5, 0.7, 0.85, 0.95, 1.05, 1.2, 1.5, 2.0, 4.0)  # of the best prices, for other choices
 
 
 class Seen:
@@ -87,7 +77,10 @@ class Seen:
         tables = (*self.problem.time.node.values(), *self.problem.time.edge.values())
         most, number = DEAREST**2 * max(sum(float(table.max()) for table in tables), 1e-30), count()
         cases: list[tuple[float, int, Problem, Prices]] = [(prices.bound, next(number), self.problem, prices)]
-        for _ in range(CASES[many]):
+        start = prices.bound
+        for divided in range(CASES[many]):
+            if many and divided == TRIED and cases and cases[0][0] - start < (self.cost - start) / 4:
+                break  # the gap is of many layers, of which no few cases tell
             if not cases or cases[0][0] * (1 + NEAR[many]) >= self.cost:
                 break
             bound, _, problem, prices = cases[0]

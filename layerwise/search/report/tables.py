@@ -6,10 +6,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import get_args
 
 from layerwise.config import Config
-from layerwise.cost.memory.allocations import MemoryKind
+from layerwise.cost.memory.allocations import KINDS, MemoryKind
 from layerwise.cost.memory.course import course
 from layerwise.cost.price import LayerPrice
 from layerwise.cost.terms import COLUMNS
@@ -194,9 +193,6 @@ def memory(c: Candidate) -> Value:
 
 def _rate(samples_per_s: float) -> str:
     return f"{samples_per_s:,.0f}" if samples_per_s >= 100 else three_digits(samples_per_s)
-
-
-KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
 
 
 def kinds_of(candidates: Iterable[Candidate]) -> Mapping[str, Mapping[MemoryKind, float]]:

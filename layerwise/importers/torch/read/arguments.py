@@ -142,11 +142,8 @@ class Arguments:
         for path in paths:
             if path not in given or path not in self.leaves:
                 what = "missing" if path not in given else "not among them"
-                remedy = (
-                    "call it with names, model(**batch)"
-                    if batch
-                    else "parallelize it with the inputs that you call it with"
-                )
+                calls = "the inputs that you call it with, or, for inference, with a function that calls it"
+                remedy = "call it with names, model(**batch)" if batch else f"parallelize it with {calls}"
                 raise LayerwiseError(
                     f"the model was made parallel for inputs {', '.join(self.leaves)}; {path!r} is {what}: {remedy}"
                 )

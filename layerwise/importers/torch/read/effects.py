@@ -189,7 +189,7 @@ def _checkpointed(frame: FrameType | None) -> Sequence[object] | None:
     return None
 
 
-_OF_MODULES = frozenset(vars(nn.Module()))  # such as the mode and the hooks
+OF_MODULES = frozenset(vars(nn.Module()))  # such as the mode and the hooks
 
 
 def numbers(model: nn.Module) -> Numbers:
@@ -198,7 +198,7 @@ def numbers(model: nn.Module) -> Numbers:
     return {
         (path, name): copy.copy(value)
         for path, name, value in attributes
-        if name not in _OF_MODULES and (_is_number(value) or (isinstance(value, list | dict) and _are_numbers(value)))
+        if name not in OF_MODULES and (_is_number(value) or (isinstance(value, list | dict) and _are_numbers(value)))
     }
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from types import BuiltinMethodType, CellType, FunctionType, MethodType
 from typing import Any
 
@@ -20,10 +21,17 @@ def _of_library(kind: Any) -> bool:
     return str(getattr(kind, "__module__", "builtins")).partition(".")[0] in LIBRARIES
 
 
+@cache
+def installed(module: str | None) -> bool:
+    """True for the code of an installed package, whose classes and globals are its own matter."""
+    return "site-packages" in (getattr(sys.modules.get(module or ""), "__file__", None) or "")
+
+
 def reached(model: nn.Module) -> list[Any]:
     """Modules, containers, objects, classes, closure cells and globals that the model's code can write to.
 
-    From libraries it includes modules and containers only; a function's globals are the dict of its module.
+    From libraries it includes modules and containers only, from installed packages objects as well; a function's
+    globals are the dict of its module.
     """
     found: dict[int, Any] = {}
     left: list[Any] = [model]
@@ -49,7 +57,7 @@ def _may_change(one: Any) -> bool:
     if isinstance(one, (nn.Module, CellType)) or type(one) in CONTAINERS:
         return True
     if isinstance(one, (type, FunctionType)):
-        return not _of_library(one)
+        return not (_of_library(one) or installed(one.__module__))
     return hasattr(one, "__dict__") and not _of_library(type(one))
 
 

@@ -61,7 +61,7 @@ UNKNOWN: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
 @pytest.mark.parametrize("made", KNOWN.values(), ids=KNOWN)
 def test_constants_made_in_the_forward_pass_are_computed(made: Callable[[Tensor, Tensor], Tensor]) -> None:
     model, x = Model(made), torch.randn(4, 6)
-    torch.testing.assert_close(layerwise.parallelize(model, x, verbose=False)(x), model(x))
+    torch.testing.assert_close(layerwise.parallelize(model, x)(x), model(x))
 
 
 DRAWN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -80,7 +80,7 @@ def test_numbers_that_a_network_draws_are_alike_under_every_plan(made: Callable[
     torch.manual_seed(0)
     out = model(x)
     torch.manual_seed(0)
-    assert torch.equal(layerwise.parallelize(model, x, verbose=False)(x), out)
+    assert torch.equal(layerwise.parallelize(model, x)(x), out)
     network = layered(network_of(model, (x[:2],), 4, "drawn"))
     graph = fuse(network.graph)
 
@@ -111,8 +111,7 @@ def test_a_tensor_without_a_value_is_refused_for_what_it_is(
                 Model(made),
                 torch.randn(4, 6),
                 strategy="data",
-                options=layerwise.ParallelOptions(comm=comm),
-                verbose=False,
+                options=layerwise.ParallelOptions(comm=comm, verbose=False),
             )
         assert "meta" not in str(error.value)
 
@@ -120,7 +119,7 @@ def test_a_tensor_without_a_value_is_refused_for_what_it_is(
     torch.manual_seed(0)
     out = model(x)
     torch.manual_seed(0)
-    assert torch.equal(layerwise.parallelize(model, x, verbose=False)(x), out)
+    assert torch.equal(layerwise.parallelize(model, x)(x), out)
     run_threads(2, rank)
 
 
@@ -128,7 +127,7 @@ def test_a_buffer_on_the_meta_device_is_said_to_be() -> None:
     with torch.device("meta"):
         model = Model(lambda y, table: table.cumsum(0)[0])
     with pytest.raises(LayerwiseError, match=r"buffer 'table' has no value .*meta device"):
-        layerwise.parallelize(model, torch.randn(4, 6, device="meta"), verbose=False)
+        layerwise.parallelize(model, torch.randn(4, 6, device="meta"))
 
 
 def test_stochastic_depth_in_evaluation_draws_nothing() -> None:
@@ -137,7 +136,7 @@ def test_stochastic_depth_in_evaluation_draws_nothing() -> None:
             return super().forward(x) if self.training else self.linear(x)
 
     model, x = Deep(drawn_depth).eval(), torch.randn(4, 6)
-    torch.testing.assert_close(layerwise.parallelize(model, x, verbose=False)(x), model(x))
+    torch.testing.assert_close(layerwise.parallelize(model, x)(x), model(x))
 
 
 def test_a_constant_of_two_layers_is_a_layer_where_what_is_made_of_it_is_not_folded() -> None:

@@ -45,16 +45,16 @@ class Optional(Drawing):
 def test_the_names_must_be_those_that_were_traced() -> None:
     """Where it is run layer by layer; the model itself is called as it is."""
     labels, ids = words().values()
-    native, itself = named(), layerwise.parallelize(named(), words(), verbose=False)
+    native, itself = named(), layerwise.parallelize(named(), words())
     assert itself(ids, labels)["loss"].item() == native(input_ids=ids, labels=labels)["loss"].item()
     assert torch.equal(itself(input_ids=ids)["logits"], native(ids)["logits"])
-    model = layerwise.parallelize(Drawing(), words(), verbose=False).eval()
+    model = layerwise.parallelize(Drawing(), words()).eval()
     assert model(ids, labels)["loss"].item() == model(input_ids=ids, labels=labels)["loss"].item()
     with pytest.raises(LayerwiseError, match="missing a required argument: 'labels'"):
         model(input_ids=ids)
     with pytest.raises(LayerwiseError, match="got an unexpected keyword argument 'mask'"):
         model(input_ids=ids, labels=labels, mask=ids)
     with pytest.raises(LayerwiseError, match=r"call it with names, model\(\*\*batch\)"):
-        layerwise.parallelize(Optional(), {"x": ids, "y": ids}, verbose=False).eval()({"x": ids, "y": ids})
+        layerwise.parallelize(Optional(), {"x": ids, "y": ids}).eval()({"x": ids, "y": ids})
     with pytest.raises(LayerwiseError, match="named x, and Drawing takes"):
-        layerwise.parallelize(Drawing(), {"x": ids}, verbose=False)
+        layerwise.parallelize(Drawing(), {"x": ids})

@@ -1,0 +1,149 @@
+"""Recorded calls: the calls of a model within something larger, as `vae.decode` calls its decoder chunk by chunk.
+
+What a call writes into the lists and dicts among its arguments, a cache from frame to frame, it returns, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from layerwise.errors import LayerwiseError, first_line
+from layerwise.importers.torch.read.arguments import Arguments, Call, signature_of
+from layerwise.importers.torch.read.reached import unchanged
+from layerwise.importers.torch.traced_program import TRACING
+
+Written = tuple[tuple[tuple[Any, ...], tuple[Any, ...]], ...]  # by list or dict, places and what is there now
+Key = frozenset[tuple[object, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedCall:
+    """A call with tensors on the meta device, and the leaves of what it returns that stay with the ranks as boxes."""
+
+    call: Call
+    carried: frozenset[int]
+
+
+def recorded(model: nn.Module, act: Callable[[], object]) -> list[RecordedCall]:
+    """Returns the unlike calls of the model while `act` runs, on shapes alone, in their order.
+
+    LayerwiseError where that asks for values, or does not call the model.
+    """
+    made = dict[Key, tuple[Call, set[int], list[Any]]]()
+    calls = list[tuple[Key, list[Any]]]()  # each with the leaves of what it returned
+    fed = list[Any]()  # keeps what was given, so that no other has its id
+
+    def record(forward: Callable[..., Any], call: Call) -> tuple[Any, Written]:
+        given = pytree.tree_leaves(call)
+        fed.append(given)
+        ids = set(map(id, given))
+        for key, leaves in calls:
+            made[key][1].update(i for i, x in enumerate(leaves) if isinstance(x, Tensor) and id(x) in ids)
+        now: Call = pytree.tree_map_only(Tensor, _on_meta, call)
+        key = key_of(Arguments(signature_of(model), now, 0).named(*now))
+        result, written = _with_written(forward, call)
+        leaves = pytree.tree_leaves((result, written))
+        kept = len(pytree.tree_leaves(result))
+        made.setdefault(key, (now, set(), leaves))[1].update(
+            i for i, x in enumerate(leaves) if i >= kept and isinstance(x, Tensor)
+        )
+        calls.append((key, leaves))
+        return result, written
+
+    with TRACING:
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+    watched = _replaced(model, lambda own: lambda *args, **named: record(own, (args, named))[0])
+    try:
+        with mode, torch.no_grad(), unchanged(model), watched:
+            act()
+    except LayerwiseError:
+        raise
+    except Exception as error:  # whatever the user's code meets
+        raise LayerwiseError(
+            f"what calls the model cannot be run on shapes alone: {type(error).__name__}: {first_line(error)}; give "
+            "example_inputs the tensors that the model is called with"
+        ) from error
+    if not made:
+        raise LayerwiseError("example_inputs is a function that does not call the model")
+    return [RecordedCall(call, frozenset(carried)) for call, carried, _ in made.values()]
+
+
+def _on_meta(x: Tensor) -> Tensor:
+    with torch.utils._python_dispatch._disable_current_modes():
+        return torch.empty(tuple(map(int, x.shape)), dtype=x.dtype, device="meta")
+
+
+def key_of(leaves: Mapping[str, Any]) -> Key:
+    """Returns what tells the networks of calls apart: names, shapes and types of tensors, and other values."""
+    return frozenset(
+        (path, tuple(x.shape), x.dtype) if isinstance(x, Tensor) else (path, repr(x)) for path, x in leaves.items()
+    )
+
+
+@contextmanager
+def returning_written(model: nn.Module) -> Iterator[None]:
+    """Within it a call of the model returns a pair: what it returns, and what it writes into its lists and dicts."""
+    with _replaced(model, lambda own: lambda *a, **k: _with_written(own, (a, k))):
+        yield
+
+
+@contextmanager
+def _replaced(model: nn.Module, made: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    before, own = vars(model).get("forward"), model.forward
+    vars(model)["forward"] = wraps(own)(made(own))
+    try:
+        yield
+    finally:
+        del vars(model)["forward"]
+        if before is not None:
+            vars(model)["forward"] = before
+
+
+def _with_written(forward: Callable[..., Any], call: Call) -> tuple[Any, Written]:
+    held = list(_containers(call))
+    before = [_items(x) for x in held]
+    result = forward(*call[0], **call[1])
+    written = list[tuple[tuple[Any, ...], tuple[Any, ...]]]()
+    for container, known in zip(held, before, strict=True):
+        new = {place: x for place, x in _items(container).items() if place not in known or x is not known[place]}
+        if len(_items(container)) < len(known):
+            raise LayerwiseError("the model takes items out of a list or dict that it is given, which no plan follows")
+        written.append((tuple(new), tuple(new.values())))
+    return result, tuple(written)
+
+
+def write(call: Call, written: Written) -> None:
+    """Writes into the lists and dicts of a call what the model would have written."""
+    for container, (places, values) in zip(_containers(call), written, strict=True):
+        for place, value in zip(places, values, strict=True):
+            if isinstance(container, list) and place == len(container):
+                container.append(value)
+            else:
+                container[place] = value
+
+
+def _containers(value: object) -> Iterator[Any]:
+    """Yields the lists and dicts among arguments, and in them."""
+    inside: Sequence[Any] = ()
+    if isinstance(value, list | tuple):
+        inside = value
+    elif isinstance(value, dict):
+        inside = list(value.values())
+    for x in inside:
+        if isinstance(x, list | dict):
+            yield x
+        if isinstance(x, list | dict | tuple):
+            yield from _containers(x)
+
+
+def _items(container: Any) -> dict[Any, Any]:
+    return dict(container) if isinstance(container, dict) else dict(enumerate(container))
