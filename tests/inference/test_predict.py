@@ -215,7 +215,7 @@ def test_a_case_that_fails_is_named_and_an_interrupted_run_goes_on(tmp_path: Pat
     files[1].write_bytes(b"no numbers")
     out = tmp_path / "out"
     for _ in range(2):  # the second run computes nothing again
-        with pytest.raises(LayerwiseError, match=r"1 of 3 samples failed, . are written: b: .*b\.npy"):
+        with pytest.raises(LayerwiseError, match=r"1 of 3 samples failed, . were written: b: .*b\.npy"):
             run(2, [str(file) for file in files], out)
         before = (out / "a.npy").stat().st_mtime_ns
         assert sorted(path.name for path in out.iterdir()) == [".layerwise", "a.npy", "c.npy"]
@@ -290,7 +290,7 @@ def test_one_rank_without_memory_ends_all(tmp_path: Path) -> None:
 def test_what_cannot_be(tmp_path: Path) -> None:
     wrong: list[tuple[object, object, dict[str, Any], str]] = [
         ([np.zeros((2, 16, 16, 16))], tmp_path / "a", {}, r"has shape \(2, 16, 16, 16\), but the model takes"),
-        ([np.zeros((16, 16, 16))], tmp_path / "a", {}, r"has shape \(16, 16, 16\), and the model takes"),
+        ([np.zeros((16, 16, 16))], tmp_path / "a", {}, r"has shape \(16, 16, 16\), but the model takes"),
         ([np.full((1, 16, 16, 16), np.nan)], tmp_path / "a", {}, "not finite"),
         (volumes(), tmp_path / "a.txt", {}, "predict writes .npy files"),
         (volumes(), tmp_path / "a.npy", {}, "has an array of shape"),
