@@ -39,12 +39,11 @@ CLOCK = ("import_s", "tables_s", "search_s", "seconds", "peak_rss_bytes", "sampl
 def figures(example: str, folder: Path) -> Any:
     """What an example prints with --json, without what a clock says."""
     command, *argv = shlex.split(example)
-    start = [sys.executable, "-m"]
+    start = [sys.executable, "-m", "layerwise", command]
     if command == "run":
-        start += ["torch.distributed.run", "--standalone", "--nproc-per-node", argv.pop(0), "-m"]
-    done = subprocess.run(
-        [*start, f"layerwise.{command}", *argv, "--json"], cwd=folder, capture_output=True, text=True, timeout=600
-    )
+        ranks = ["torch.distributed.run", "--standalone", "--nproc-per-node", argv.pop(0)]
+        start[2:] = [*ranks, "-m", "layerwise.run"]
+    done = subprocess.run([*start, *argv, "--json"], cwd=folder, capture_output=True, text=True, timeout=600)
     if done.returncode:
         raise SystemExit(f"{example}: {done.stderr.strip()[-500:]}")
     return _timeless(json.loads(done.stdout), (*CLOCK, "step_time_s") if command == "run" else CLOCK)

@@ -56,5 +56,5 @@ def test_the_names_must_be_those_that_were_traced() -> None:
         model(input_ids=ids, labels=labels, mask=ids)
     with pytest.raises(LayerwiseError, match=r"call it with names, model\(\*\*batch\)"):
         layerwise.parallelize(Optional(), {"x": ids, "y": ids}).eval()({"x": ids, "y": ids})
-    with pytest.raises(LayerwiseError, match="named x, and Drawing takes"):
+    with pytest.raises(LayerwiseError, match="named x, but Drawing takes"):
         layerwise.parallelize(Drawing(), {"x": ids})
