@@ -31,5 +31,5 @@ def test_of_a_model_that_fit_has_trained(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(LayerwiseError, match="file is None; it must be a text or a path"):
         layerwise.save(model, None)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(LayerwiseError, match="is for what parallelize returns"):
+    with pytest.raises(LayerwiseError, match="the model is not parallel: give save what"):
         layerwise.save(model, tmp_path / "model.pt")
