@@ -49,7 +49,7 @@ def test_a_sample_on_several_gpus(run: Run, refuse: Run) -> None:
     found = json.loads(run(*asked, "--batch", "0.25"))
     assert [(a["strategy"], a["gpus"], a["batch"]) for a in found["answers"]] == [("spatial", 4, 1), ("ds", 16, 4)]
     reasons = {(u["strategy"], u["gpus"]): u["why"] for u in found["unreachable"]}
-    assert reasons["spatial", 2] == "0.25 samples a GPU on 2 of them are 0.5 samples, no whole number"
+    assert reasons["spatial", 2] == "0.25 samples a GPU on 2 of them are 0.5 samples, which is not an integer"
     boxes, free = (
         json.loads(run(*asked, "--batch", "0.25", "--io", io))["answers"][0]["memory_bytes"] for io in ("boxes", "free")
     )
