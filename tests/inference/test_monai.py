@@ -26,7 +26,7 @@ def test_an_image_over_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     def run(comm: Comm) -> tuple[torch.Tensor, torch.Tensor]:
         network = module_of(comm)
-        with pytest.raises(LayerwiseError, match="takes what"):
+        with pytest.raises(LayerwiseError, match="give LayerwiseInferer what"):
             LayerwiseInferer()(image, trained()[0])
         return LayerwiseInferer()(image, network), LayerwiseInferer(window=(8, 8, 8))(image, network)
 
