@@ -128,7 +128,9 @@ class Worker:
         except TimeoutError:
             return None
         except BrokenProcessPool:
-            self._process.join()
+            until = time.monotonic() + 5
+            while self._process.exitcode is None and time.monotonic() < until:
+                time.sleep(0.01)  # the pool's own thread waits for the process, too, and one of two learns how it ended
             return failure(f"its process ended with {self._process.exitcode}")
 
     def end(self) -> None:

@@ -394,7 +394,7 @@ def test_other_conditions_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None
     (said,) = warnings(model_of(LayerTimes(WHERE), dtype="float16"))
     assert "has times for float32 only, so t_C in float16 is analytic" in said
     (said,) = warnings(model_of(LayerTimes(replace(WHERE, torch="2.11.0+cu128"))))
-    assert "torch 2.11.0+cu128, and here is 2.13.0+cpu" in said
+    assert "torch 2.11.0+cu128, but 2.13.0+cpu is installed" in said
     (said,) = warnings(model_of(LayerTimes(replace(WHERE, device="another"))))
     assert "measured on another" in said
 

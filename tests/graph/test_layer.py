@@ -171,7 +171,7 @@ def test_what_names_the_batch_follows_it() -> None:
 def test_a_batch_is_at_least_one_sample() -> None:
     graph = chain(4)
     assert graph.rebatch(4) is graph
-    with pytest.raises(LayerwiseError, match="the global batch must be at least 1, not 0"):
+    with pytest.raises(LayerwiseError, match="the global batch is 0, but must be at least 1"):
         graph.rebatch(0)
 
 

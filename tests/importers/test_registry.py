@@ -94,7 +94,7 @@ def test_own_row_goes_before_the_table() -> None:
 def test_a_build_that_fails_names_the_layer() -> None:
     layerwise.register_op("aten::relu", lambda call: Built(Unary("swoosh"), (call.operand("input"),)))
     with pytest.raises(
-        LayerwiseError, match=r"layer '0' \(aten::relu\): aten::relu has no argument 'input', only self"
+        LayerwiseError, match=r"layer '0' \(aten::relu\): aten::relu has no argument 'input'; it has self"
     ):
         layerwise.from_torch(nn.Sequential(nn.ReLU()), (torch.randn(4, 3),))
 

@@ -119,10 +119,10 @@ def test_equal_graphs_share_a_cache_entry() -> None:
     ("gpus", "gpus_per_node", "said"),
     [
         (0, None, "but must be 1 to 65,536"),
-        (-4, None, "not -4"),
-        (65_537, None, "not 65,537"),
-        (6, None, "6 GPUs do not fill nodes of 4: take 4 or 8 GPUs"),
-        (16, 5, "16 GPUs do not fill nodes of 5: take 15 or 20 GPUs"),
+        (-4, None, "is -4, but must be 1 to 65,536"),
+        (65_537, None, "is 65,537, but must be 1 to 65,536"),
+        (6, None, "6 GPUs do not fill nodes of 4: use 4 or 8 GPUs"),
+        (16, 5, "16 GPUs do not fill nodes of 5: use 15 or 20 GPUs"),
         (16, 0, "GPUs per node is 0, but must be at least 1"),
     ],
 )

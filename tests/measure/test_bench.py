@@ -157,7 +157,7 @@ def test_what_is_not_there_cannot_be_measured() -> None:
         device_of("cuda")
     with pytest.raises(LayerwiseError, match="only NVIDIA GPUs have it"):
         mode_of(device_of(None), "tf32", channels_last=False)
-    with pytest.raises(LayerwiseError, match="float16: layerwise runs float64, float32"):
+    with pytest.raises(LayerwiseError, match="float16: layerwise supports only float64, float32"):
         mode_of(device_of(None), "float16", channels_last=False)
 
 

@@ -65,7 +65,7 @@ def test_types_of_arguments() -> None:
 
 
 def test_what_pytorch_does_not_take_is_one_sentence() -> None:
-    with pytest.raises(LayerwiseError, match=r"aten::topk of shapes \(4, 3, 6\) fails in PyTorch") as raised:
+    with pytest.raises(LayerwiseError, match=r"aten::topk fails in PyTorch for shapes \(4, 3, 6\)") as raised:
         TorchOp("aten::topk", (ONE, ("k", 9))).output(X)
     assert "\n" not in str(raised.value)
     with pytest.raises(LayerwiseError, match="not registered"):

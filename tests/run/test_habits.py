@@ -110,7 +110,7 @@ def test_an_input_of_another_element_type_is_refused(ranks: int) -> None:
 def test_an_input_that_is_no_tensor_is_refused() -> None:
     _, network = layered_mlp()
     for text in refused(network, lambda made: made(SAMPLES[0][made.share()].numpy())):
-        assert text == "input 'input' is of type ndarray: give a tensor"
+        assert text == "input 'input' is of type ndarray: pass a tensor"
 
 
 class Ids(nn.Module):

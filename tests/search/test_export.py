@@ -76,7 +76,7 @@ def test_large_costs_leave_room_for_fewer_decimals(tmp_path: Path, factor: float
 def test_what_cannot_be_written_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "costs.cfn"
     path.write_text("before")
-    with pytest.raises(LayerwiseError, match="no room for 9 decimals"):
+    with pytest.raises(LayerwiseError, match="too long for 9 decimals"):
         export_costs(scaled(1e8), path)
 
     def fails(config: Config) -> str:

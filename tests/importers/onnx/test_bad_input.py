@@ -83,14 +83,14 @@ SEQUENCE = helper.make_tensor_sequence_value_info("x", TensorProto.FLOAT, None)
 TEXTS = info("x", [2], TensorProto.STRING)
 IMAGE, WEIGHT = [1, 3, 8, 8], random("w", 4, 3, 3, 3)
 FILES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
-    "none": (lambda path: path, ["there is no file", "m.onnx"]),
-    "a folder": (lambda path: path.parent, ["is no file"]),
+    "none": (lambda path: path, ["does not exist", "m.onnx"]),
+    "a folder": (lambda path: path.parent, ["is not a file"]),
     **{f"{content[:4]!r}": (containing(content), ["m.onnx", "not an ONNX"])
        for content in (b"", b"hello", b"\x89PNG\r\n\x1a\n", b"PK\x03\x04rest of a .pt2", b"{}", b"\0" * 99)},
     "text": (as_text, ["not an ONNX file"]),
     "too large": (large, ["ONNX allows", "external data"]),
     **{f"opset {opset}": (lambda path, opset=opset: relu(path, opset=opset),  # type: ignore[misc]
-                          [f"opset {opset} is not supported; use 7 to", "version_converter"])
+                          [f"opset {opset} is not supported: convert it to 7 to", "version_converter"])
        for opset in (1, 6, onnx.defs.onnx_opset_version() + 1, 1 << 40, -1)},
     "newer": (lambda path: relu(path, ir=onnx.IR_VERSION + 1), ["IR version", "upgrade onnx"]),
     "control flow": (choosing, ["'choice'", "control flow (If)", "depends on data"]),

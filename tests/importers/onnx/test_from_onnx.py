@@ -151,7 +151,7 @@ def test_labels_of_inputs(tmp_path: Path) -> None:
     path = write(tmp_path / "i.onnx", [node("Gather", "e", "x", out="y")], [info("x", ["N", 7], TensorProto.INT64)],
                  [random("e", 20, 8)])  # fmt: skip
     assert from_onnx(path, batch=2)["Gather_0"].out.describe() == "(n=2, s=7, c=8)"
-    with pytest.raises(LayerwiseError, match=r"dims: input 'x' has 2 dimensions, not 1"):
+    with pytest.raises(LayerwiseError, match=r"dims: input 'x' has 2 dimensions, but \('n',\) has 1 labels"):
         from_onnx(path, dims=[("n",)])
 
 

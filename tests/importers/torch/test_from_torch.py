@@ -256,7 +256,7 @@ def test_labels_as_asked_for() -> None:
     x = torch.randn(2, 5, 8)
     assert from_torch(nn.Linear(8, 3), x, dims=[("n", "h", None)]).layers[0].out.dims == ("n", "h", None)
     for dims, said in (
-        ([("n", "h")], "has 3 dimensions, not 2"),
+        ([("n", "h")], r"has 3 dimensions, but \('n', 'h'\) has 2 labels"),
         ([("n", "n", "c")], "use each of n, c"),
         ([("n", "q", "c")], "use each of n, c"),
         ([], "has 1 tensor inputs"),

@@ -212,6 +212,6 @@ def test_samples_that_are_said_to_belong_together_may_be_mixed_by_layers(mixing:
 def test_which_inputs_have_samples_is_to_be_said_where_these_are_mixed() -> None:
     model = Model(lambda x, texts: (x - x.mean(0)).exp().mean() - texts.exp().mean())
     inputs = torch.randn(4, 5), torch.randn(4, 5)
-    with pytest.raises(LayerwiseError, match=r"\(x, others\[0\] are as long as the batch: shared= names"):
+    with pytest.raises(LayerwiseError, match=r"\(x, others\[0\] are as long as the batch: ParallelOptions\(shared="):
         imported(model, *inputs, together=True)
     assert imported(model, *inputs, together=True, shared=()).shared == ()

@@ -125,11 +125,11 @@ def test_other_views_follow_the_batch() -> None:
     assert again(Slice(2, 1, 3)) == Slice(2, 1, 3)
     assert again(Slice(0, 3, -5, -1)) == Slice(0, 9, -11, -1)  # all in reverse
     for part in (Slice(0, 1, 2), Slice(0, 3, 1, -1)):
-        with pytest.raises(LayerwiseError, match="cannot follow"):
+        with pytest.raises(LayerwiseError, match="cannot be adapted to"):
             again(part)
     pair = Reshape((3, 8))  # of six samples
     six, five = (TensorSpec((n, 4), ("n", "c")) for n in (6, 5))
-    with pytest.raises(LayerwiseError, match="cannot follow"):
+    with pytest.raises(LayerwiseError, match="cannot be adapted to"):
         pair.rebatch((six,), pair.output(six), (five,))
     token = Expand((4, 1, 6), samples=True)
     alone = TensorSpec((1, 1, 6), (None, None, "c"))
