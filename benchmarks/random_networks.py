@@ -245,7 +245,7 @@ def tried(number: int) -> str:
         imported = network_of(given.model, given.inputs, SAMPLES * ranks, f"network {number}")
         with traced_once():
             wanted = reference(given, inputs, imported)
-            plan = random_plan(fuse(imported.graph), ranks, number, "sample")
+            plan = random_plan(fuse(imported.graph), ranks, 2 * number, "sample")  # even: of equal devices
             away = compared(imported, plan, given, inputs, wanted)
     except LayerwiseError as error:
         return f"refused: {one_line(error)}"

@@ -63,7 +63,7 @@ def on_rank(comm: Comm, name: str, number: int, dtype: str, options: object) -> 
     (kind, autocast, _), full = TYPES[dtype], case(name)
     graph = full.graph
     io = "sample" if graph.batch >= comm.size else "free"
-    plan = random_plan(graph, comm.size, number, io) if number else priced(optimised_plan(graph, comm.size), graph)
+    plan = random_plan(graph, comm.size, 2 * number, io) if number else priced(optimised_plan(graph, comm.size), graph)
     plan = recomputed(plan, graph, number) if number % 2 else plan
     inputs, targets = [x.to(comm.device, kind) for x in full.inputs], [y.to(comm.device) for y in full.targets]
 
