@@ -53,7 +53,7 @@ class _Log(AllocationTracker):
 
 def course(model: CostModel, strategy: Strategy) -> Course:
     """The course of the fullest device's memory. strategy: includes the configurations of inputs and sink."""
-    device = int(peak_bytes(model, strategy).argmax())
+    device = int((peak_bytes(model, strategy) * model.devices.memory_scale).argmax())
     log = _Log(model.devices.count)
     tracked(model, strategy, log, log.does)
     sizes = np.array([size[device] for size, *_ in log.logged])
