@@ -25,7 +25,7 @@ from layerwise.importers.torch.read.arguments import Call
 from layerwise.importers.torch.read.calls import RecordedCall, returning_written
 from layerwise.plan import Plan, parse_plan
 from layerwise.report.text import text
-from layerwise.run.calls import Calls
+from layerwise.run.calls import CallPlans
 from layerwise.run.guards.hooks import without_hooks
 from layerwise.run.layered import LayeredRun
 from layerwise.run.load import build_module
@@ -119,7 +119,7 @@ class Task:
 
     def _add_ways(self, run: LayeredRun, ways: Sequence[Network], planner: Planner, plan: Plan) -> None:
         """Plans every other way in which the model is called, around the same boxes of parameters."""
-        comm, run.calls = self.world.comm, Calls(run, run.evaluation)
+        comm, run.calls = self.world.comm, CallPlans(run, run.evaluation)
         for way, recorded in zip(ways, self.calls, strict=True):
             agreed = plan
             if way is not ways[-1]:
@@ -127,8 +127,7 @@ class Task:
                 choice = alone(comm, lambda beside=beside: beside.choose(None, plan))  # type: ignore[misc]
                 text = comm.broadcast_text("" if choice is None else choice.plan.dumps())
                 agreed = parse_plan(text, "rank 0's plan")
-            assert way.arguments is not None
-            run.calls.add(way, agreed, way.arguments.named(*recorded.call), recorded.carried)
+            run.calls.add(way, agreed, recorded)
 
     def _raced(self, choice: Choice | None, imported: Network, runtime: RuntimeOptions) -> Choice | None:
         """Returns the choice whose plan is fastest on these ranks; None on ranks other than 0, as before."""

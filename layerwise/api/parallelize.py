@@ -138,8 +138,10 @@ def parallelize(
             raise LayerwiseError("a function as example_inputs calls a module in inference: give inference=True")
         if options.io is not None or batch is not None or plan is not None:
             raise LayerwiseError(
-                "a function as example_inputs says what every rank feeds: leave out io=, batch= and plans"
+                "a function as example_inputs says what every rank feeds: leave out batch=, io= and plans"
             )
+        if options.race > 1:
+            raise LayerwiseError("a function as example_inputs is not raced: leave race= out of ParallelOptions")
         calls = recorded(model.eval(), example_inputs)
         several = len(calls) > 1 or bool(calls[0].carried)
         options = replace(options, io="boxes" if several else "free")
@@ -157,6 +159,7 @@ def parallelize(
     arguments = {
         "batch": batch, "strategy": repr(named), "inference": inference, "autocast": autocast,
         "compile": settings is not None, "memory_limit": memory_limit, "names of inputs": ", ".join(call[1]),
+        "calls of the model": " | ".join(str(sorted(map(repr, recorded.key))) for recorded in calls),
         "device_mesh": f"{world.replicas} x {world.size // world.replicas} ranks {world.device_order}",
     }  # fmt: skip
     world.comm.handshake(facts(plan, call, options, arguments))  # before the work that they are for

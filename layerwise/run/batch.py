@@ -11,7 +11,7 @@ from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
 from layerwise.plan import Plan
 from layerwise.run.execute.reducer import GradientReducer
-from layerwise.run.guards.compare_ranks import RankComparison, looks
+from layerwise.run.guards.compare_ranks import RankComparison
 from layerwise.run.local_tensor import digest as digest_of
 from layerwise.run.schedule.schedule import samples
 
@@ -35,21 +35,21 @@ class Batch:
         alike: RankComparison | None = None,
         step: int = 0,
         gradients: GradientReducer | None = None,
-        shared: Sequence[Tensor] = (),
+        full: Sequence[Tensor] = (),
     ) -> None:
         """fed: this rank's samples. given: the argument `batch=`, or None. sizes: shapes that must be equal on all
         ranks, if any.
 
         as_planned: each rank must feed its share of the batch, because the plan moves samples between ranks. training:
         the mode, if all ranks must have the same. alike: what else the ranks compare in a training `step` (0: none).
-        gradients: the reducer whose last backward pass the ranks report to each other. shared: inputs that are the same
-        for all samples.
+        gradients: the reducer whose last backward pass the ranks report to each other. full: inputs whose values must
+        be equal on all ranks, if that is compared in this call.
         """
         self._plan, self._comm, self._sizes, self._as_planned = plan, comm, sizes, as_planned
         self._agreement: tuple[int, slice] | None = None
         digest = 0 if sizes is None else hash(sizes)  # a hash of integers is the same in all processes
         report = 0 if gradients is None else gradients.report
-        values = sum((i + 1) * digest_of(x) for i, x in enumerate(shared)) if alike and looks(step) else 0
+        values = sum((i + 1) * digest_of(x) for i, x in enumerate(full))
         told = fed, given or 0, digest, int(bool(training)), report, values
         self._told = comm.tell((*told, *(alike.numbers(step) if alike else ())))
         self._alike, self._gradients = alike, gradients
@@ -95,6 +95,11 @@ class Batch:
             raise LayerwiseError(
                 f"the ranks fed samples of different shapes, {' and '.join(shapes)}: pad every sample of a batch to "
                 "the same shape"
+            )
+        if len(set(values)) > 1 and self._plan.io != "sample":
+            raise LayerwiseError(
+                "the ranks feed different values, but each must feed the same full inputs: draw or load them alike on "
+                "every rank, or broadcast those of rank 0 (torch.distributed.broadcast)"
             )
         if len(set(values)) > 1:
             raise LayerwiseError(

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 from zlib import crc32
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.importers.load import Network
 from layerwise.importers.torch.read.arguments import Arguments
-from layerwise.importers.torch.read.calls import Key, Written, key_of, write
+from layerwise.importers.torch.read.calls import Key, RecordedCall, Written, key_of, write
 from layerwise.ops.base import Role
 from layerwise.partition.moved import transfer
 from layerwise.partition.place import Each
@@ -39,12 +40,33 @@ if TYPE_CHECKING:
 Evaluation = Callable[[int, Shaped], "tuple[Schedule, Callable[[Sequence[Tensor]], Any]]"]
 
 
-@dataclass(frozen=True, slots=True)
-class _Boxes:
-    """The boxes that the ranks own of a tensor, and this rank's numbers."""
+class BoxedState(Tensor):
+    """State that the ranks have boxes of between calls of a model. Only the model computes with it; all else raises."""
 
     owned: Each
-    local: Tensor
+    local: Tensor  # this rank's box
+
+    @staticmethod
+    def __new__(cls, shape: Sequence[int], owned: Each, local: Tensor) -> BoxedState:
+        """Returns a tensor of this shape, of which this rank has `local`."""
+        make = Tensor._make_wrapper_subclass
+        made: BoxedState = make(cls, tuple(shape), dtype=local.dtype, device=local.device)
+        made.owned, made.local = owned, local
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: object, *_: object) -> NoReturn:
+        """Raises LayerwiseError."""
+        raise LayerwiseError(
+            f"{func} is called on state of which a rank has only a box: only the model can compute with what it keeps "
+            "from call to call, so let it return what else you need"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"BoxedState(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __deepcopy__(self, memo: object) -> BoxedState:
+        return self  # nobody writes to it
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,22 +78,20 @@ class _Way:
     carried: frozenset[int]  # leaves of what it returns
 
 
-class Calls:
-    """The ways in which a model is called, by what it is given."""
+class CallPlans:
+    """The plans of a model's unlike calls, by what it is given."""
 
     def __init__(self, run: Run, evaluation: Evaluation) -> None:
         self._run, self._evaluation, self._ways = run, evaluation, dict[Key, _Way]()
+        self._compared = run.runtime_options.compare_ranks
         self._boxes = parameter_boxes(run.layer_graph, places(run.layer_graph, run.plan))
 
     def __len__(self) -> int:
         """Returns how many ways there are."""
         return len(self._ways)
 
-    def add(self, network: Network, plan: Plan, given: Mapping[str, Any], carried: frozenset[int]) -> None:
-        """Adds a way. LayerwiseError where it splits a parameter otherwise.
-
-        network: without memory. given: its arguments, by path. carried: leaves of what it returns.
-        """
+    def add(self, network: Network, plan: Plan, call: RecordedCall) -> None:
+        """Adds a way. LayerwiseError where it splits a parameter otherwise. network: without memory."""
         run = self._run
         arguments = network.arguments
         assert arguments is not None
@@ -85,16 +105,18 @@ class Calls:
         inputs = Inputs(network, plan, run.comm, run.runtime_options)
         sizes = tuple(layer.out.shape[1:] for layer in graph.layers if layer.role is Role.INPUT)
         shaped = Shaped(graph, inputs, network.structure, plan, sizes, network)
-        self._ways[key_of(given)] = _Way(shaped, arguments, carried)
+        self._ways[call.key] = _Way(shaped, arguments, call.carried)
 
     def __call__(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Returns what the model does, in full on every rank but for state. LayerwiseError for another call."""
         run = self._run
         first = next(iter(self._ways.values())).arguments
-        key = key_of(first.named(inputs, named))
+        key = key_of(first, (inputs, named))
         way = self._ways.get(key)
-        alike = crc32(repr(sorted(map(repr, key))).encode())
-        if Batch(run.plan, run.comm, run.plan.batch, None, ((alike,),), training=False).total and way is None:
+        alike = (crc32(repr(sorted(map(repr, key))).encode()),)
+        tensors = {} if way is None else way.arguments.tensors(inputs, named)
+        full = [x for x in tensors.values() if not isinstance(x, BoxedState)] if self._compared else ()
+        if Batch(run.plan, run.comm, run.plan.batch, None, (alike,), training=False, full=full).total and way is None:
             raise LayerwiseError(
                 "the model is called as it was not when it was made parallel: "
                 f"{_said(first.named(inputs, named))}; make it parallel with a function that calls it so"
@@ -103,8 +125,7 @@ class Calls:
         if run.training:
             raise LayerwiseError("the model was made parallel for inference: call eval() on it")
         schedule, evaluate = self._evaluation(way.shaped.graph.batch, way.shaped)
-        tensors, layers = way.arguments.tensors(inputs, named), schedule.graph.layers
-        fed = [layer.name for layer in layers if layer.role is Role.INPUT]
+        fed = [layer.name for layer in schedule.graph.layers if layer.role is Role.INPUT]
         read = [_read(run.comm, run.device, tensors[n], schedule.places[n].owned.each, n) for n in fed]
         outputs = evaluate(read)
         structure = way.shaped.structure
@@ -114,29 +135,25 @@ class Calls:
         for slot, (owned, x) in enumerate(zip(schedule.sinks, outputs, strict=True)):
             spec = schedule.graph.layers[-1].specs[slot]
             if slot in stay:
-                made = torch.empty(spec.shape, dtype=x.dtype, device="meta")
-                made.layerwise_boxes = _Boxes(owned, x)  # type: ignore[attr-defined]
+                made: Tensor = BoxedState(spec.shape, owned, x)
             else:
                 made = _moved(run.comm, x, owned, (Box.full(spec.shape),) * run.comm.size, f"output {slot}")
             every.append(made)
         returned, written = cast("tuple[Any, Written]", structure.of(every))
-        write((inputs, named), written)
+        write(way.arguments.bound(inputs, named), written)
         return returned
 
 
 def _read(comm: Comm, device: torch.device, x: Any, needed: Each, name: str) -> Any:
     """Returns this rank's box of an input, of which each rank has all, or which the ranks own boxes of."""
-    boxes: _Boxes | None = getattr(x, "layerwise_boxes", None)
-    if boxes is None:
-        if isinstance(x, Tensor) and x.is_meta and device.type != "meta":
-            raise LayerwiseError(
-                f"input {name!r} was made of state that the ranks have boxes of, outside of the model: only the model "
-                "can compute with it"
-            )
-        return x
-    if boxes.owned == needed:
-        return boxes.local
-    return _moved(comm, boxes.local, boxes.owned, needed, name)
+    if isinstance(x, BoxedState):
+        return x.local if x.owned == needed else _moved(comm, x.local, x.owned, needed, name)
+    if isinstance(x, Tensor) and (x.is_meta or isinstance(x, FakeTensor)) and device.type != "meta":
+        raise LayerwiseError(
+            f"input {name!r} has no numbers: clear what was cached as the model was made parallel, which ran on shapes "
+            "alone"
+        )
+    return x
 
 
 def _moved(comm: Comm, x: Tensor, owned: Each, needed: Each, what: str) -> Tensor:
@@ -149,4 +166,5 @@ def _moved(comm: Comm, x: Tensor, owned: Each, needed: Each, what: str) -> Tenso
 
 
 def _said(leaves: Mapping[str, Any]) -> str:
-    return ", ".join(f"{path} {tuple(x.shape) if isinstance(x, Tensor) else repr(x)}" for path, x in leaves.items())
+    tensors = {path: f"{tuple(x.shape)} {x.dtype}" for path, x in leaves.items() if isinstance(x, Tensor)}
+    return ", ".join(f"{path} {tensors.get(path, repr(x))}" for path, x in leaves.items())

@@ -54,12 +54,14 @@ class Inputs:
         pairs = zip(self._layers, inputs, strict=True)
         return next((x.shape[0] for layer, x in pairs if layer.out.index("n") == 0), self.plan.batch)
 
-    def shared(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the inputs that all samples, and so all ranks, share; with io "boxes" each rank has only a part of
-        them.
+    def full(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Returns the inputs that every rank feeds in full: what all samples share, and with io "free" the batch. With
+        io "boxes" each rank has a part of each.
         """
+        if self.plan.io == "boxes":
+            return []
         pairs = zip(self._layers, inputs, strict=True)
-        return [x for layer, x in pairs if layer.out.index("n") is None] if self.plan.io != "boxes" else []
+        return [x for layer, x in pairs if self.plan.io == "free" or layer.out.index("n") is None]
 
     def differentiated(self, inputs: Sequence[Tensor], scales: Sequence[float]) -> frozenset[str]:
         """Returns the inputs that need gradients. scales: the factors of the outputs' gradients.

@@ -23,14 +23,14 @@ from layerwise.plan import Plan
 from layerwise.run import hugging_face, in_full
 from layerwise.run.base import Function, Run
 from layerwise.run.batch import Batch
-from layerwise.run.calls import Calls
+from layerwise.run.calls import CallPlans
 from layerwise.run.execute.autograd import begins, ends, factors, ordered
 from layerwise.run.execute.executor import Executor
 from layerwise.run.execute.kernels import Pass
 from layerwise.run.execute.reducer import Gradients
 from layerwise.run.execute.working_parameters import WorkingParameters
 from layerwise.run.guards.compare_model import ModelComparison
-from layerwise.run.guards.compare_ranks import RankComparison
+from layerwise.run.guards.compare_ranks import RankComparison, looks
 from layerwise.run.guards.hooks import OutsideGradients, check_around, check_call, check_hooks_of_all, take_hooks
 from layerwise.run.guards.reached import Reached, check_reached
 from layerwise.run.guards.refusals import Structure, Unchanged, check_frozen, check_places, check_unwritten, versions
@@ -61,7 +61,7 @@ class LayeredRun(Run):
     _state: State
     _network: Network  # without its parameters' memory
     comparison: ModelComparison | None = None
-    calls: Calls | None = None  # in evaluation, where the model is called in several ways
+    calls: CallPlans | None = None  # in evaluation, where the model is called in several ways
 
     def __init__(self, model: nn.Module, network: Network, plan: Plan, comm: Comm, options: RuntimeOptions) -> None:
         super().__init__(model, network.graph, plan, comm, options)
@@ -155,7 +155,7 @@ class LayeredRun(Run):
 
     def sized(self, sizes: Sizes, samples: int = 1) -> Sized:
         if self.plan.io != "boxes":
-            raise LayerwiseError(f"the plan has io {self.plan.io!r}: parallelize the model with io='boxes'")
+            raise LayerwiseError(f"the plan has io {self.plan.io!r}: use ParallelOptions(io='boxes')")
         check_folded(self._folded)
         shaped = self._shapes.at(sizes, training=False)
         schedule, evaluate = self.evaluation(samples, shaped)
@@ -230,8 +230,9 @@ class LayeredRun(Run):
         step = (self.steps_done + 1) * self.training
         alike_in = (*sizes, shapes.called) if shapes.called else sizes
         agreement = partial(Batch, self.plan, self.comm, samples, batch, alike_in, training=self.training, step=step)
-        shared = shapes.inputs.shared(inputs)
-        fed = agreement(alike=self._ranks, gradients=self._reducer, shared=shared)
+        compared = self._ranks is not None and (looks(step) or not self.training)
+        full = shapes.inputs.full(inputs) if compared else ()
+        fed = agreement(alike=self._ranks, gradients=self._reducer, full=full)
         return fed.total, shapes.at(sizes, training=self.training)
 
     def _run(
@@ -298,22 +299,28 @@ class LayeredRun(Run):
     def apply_to_tensors(self, fn: Callable[[Tensor], Tensor]) -> None:
         self._note_device(fn)
         check_folded(self._folded)
+        dtype = fn(torch.zeros((), dtype=self.dtype, device=self.device)).dtype
+        if dtype != self.dtype:
+            check_types(self.layer_graph, dtype)
+            self._check_movable("convert it")
         self._state.apply(fn)
         self._working.renew()
         self._places = Structure(self.model, buffers=True)
         self._folded = self._state.values(self.layer_graph.folded)
-        dtype = fn(torch.zeros((), dtype=self.dtype, device=self.device)).dtype
         if dtype != self.dtype:
             self._retype(dtype)
 
     def _retype(self, dtype: torch.dtype) -> None:
-        """Converts the parameters to another element type. Raises LayerwiseError if the model has several."""
-        check_types(self.layer_graph, dtype)
+        """Makes what follows from the parameters' element type anew."""
         self.dtype, self.runtime_options = dtype, replace(self.runtime_options, dtype=dtype)
         self._state.options = self.runtime_options
         self._shapes = Shapes(self._network, self.plan, self.comm, self.runtime_options)
         self._executors.clear()
         self.comparison = None  # the imported layers have the old type
+
+    def _check_movable(self, act: str) -> None:
+        if self.calls is not None:
+            raise LayerwiseError(f"the model is planned for several unlike calls: {act} before you parallelize it")
 
     def compile(self, **settings: Any) -> None:
         """Compiles what each rank computes by itself; takes torch.compile's arguments. Call it on every rank."""
@@ -331,6 +338,7 @@ class LayeredRun(Run):
 
     def copied(self, memo: dict[int, Any]) -> nn.Module:
         model = self.model
+        self._check_movable("copy it")
         self._unchanged.check(training=self.training)  # the copy must be as the model was traced
         check_folded(self._folded)
         self._leave()

@@ -73,7 +73,9 @@ class Vae:
         writes = isinstance(self.decoder, Writes)
         frames, self.cache = list[Tensor](), [None] * 3 if writes else None
         for i in range(z.shape[2]):
-            if writes:
+            if writes and i % 2:
+                frames.append(self.decoder(place=[0], cache=self.cache, x=z[:, :, i : i + 1]))
+            elif writes:
                 frames.append(self.decoder(z[:, :, i : i + 1], self.cache, [0]))
             else:
                 frame, self.cache = self.decoder(z[:, :, i : i + 1], cache=self.cache)
@@ -116,16 +118,41 @@ def test_every_rank_decodes_the_video_of_one_device(kind: type[nn.Module]) -> No
         )
         video = vae.decode(LATENT)
         caches = list(vae.cache.values()) if isinstance(vae.cache, dict) else vae.cache
-        here = sum(x.layerwise_boxes.local.numel() for x in caches)
+        here = sum(x.local.numel() for x in caches)
         assert here < sum(x.numel() for x in caches)  # no rank holds all of the cache
-        altered = [2 * x for x in caches]
-        more = [altered, [0]] if kind is Writes else [dict(zip(vae.cache, altered, strict=True))]
-        with pytest.raises(LayerwiseError, match="only the model can compute with it"):
-            vae.decoder(LATENT[:, :, :1], *more)
+        for compute in (
+            lambda x: 2 * x,
+            Tensor.zero_,
+            Tensor.clone,
+            lambda x: x[:, :, :1],
+            lambda x: torch.stack([x]),
+        ):
+            with pytest.raises(LayerwiseError, match="only the model can compute with what it keeps"):
+                compute(caches[0])
+        assert copy.deepcopy(caches)[0].local is caches[0].local
+        for act, refused in ((copy.deepcopy, "copy it"), (nn.Module.float, "convert it")):
+            with pytest.raises(LayerwiseError, match=f"for several unlike calls: {refused} before"):
+                act(vae.decoder)
+        with pytest.raises(LayerwiseError, match="the ranks feed different values, but each must feed the same"):
+            vae.decode(LATENT + comm.rank)
         with pytest.raises(LayerwiseError, match=r"as it was not when it was made parallel: x \(1, 2, 1, 8, 4\)"):
             vae.decode(LATENT[..., :4])
+        if kind is Writes:
+            with pytest.raises(LayerwiseError, match="as it was not when it was made parallel"):
+                vae.decoder(LATENT[:, :, :1], (None,) * 3, [0])  # a tuple, which nothing can be written into
         return video, vae.decode(longer)
 
     for video, other in run_threads(2, decoded):
         torch.testing.assert_close(video, one_device.decode(LATENT), rtol=0, atol=1e-12)
         torch.testing.assert_close(other, one_device.decode(longer), rtol=0, atol=1e-12)
+
+
+def test_ranks_whose_functions_make_other_calls_are_told_so() -> None:
+    def made(comm: Comm) -> None:
+        vae = Vae(Returns)
+        options = layerwise.ParallelOptions(comm=comm, measure_s=0, verbose=False)
+        frames = LATENT[:, :, : 1 + comm.rank]
+        layerwise.parallelize(vae.decoder, lambda: vae.decode(frames), inference=True, options=options)
+
+    with pytest.raises(LayerwiseError, match="calls of the model"):
+        run_threads(2, made)

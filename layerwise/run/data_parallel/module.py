@@ -33,6 +33,7 @@ from layerwise.run.data_parallel.replaced_modules import GlobalBatchNorm, replac
 from layerwise.run.data_parallel.replacements import Replacements
 from layerwise.run.execute.autograd import factors
 from layerwise.run.execute.reducer import GradientReducer, Gradients
+from layerwise.run.guards.compare_ranks import looks
 from layerwise.run.guards.hooks import check_around, check_transforms, in_backward
 from layerwise.run.options import RuntimeOptions
 from layerwise.run.outputs import map_tensors
@@ -184,8 +185,9 @@ class DataRun(Run):
         planned = bool(self.plan.shares)  # unequal devices have unequal shares, by which they end together
         batch_of_ranks = partial(Batch, self.plan, self.comm, fed, batch, sizes, as_planned=planned, training=training)
         alike, reducer = self._averaged.comparison, self._averaged.reducer
-        step, shared = self.steps_done * training, self._samples.shared(inputs, named)
-        return ModelCall(seed, batch_of_ranks(alike=alike, step=step, gradients=reducer, shared=shared))
+        step = self.steps_done * training
+        full = self._samples.shared(inputs, named) if alike is not None and looks(step) else ()
+        return ModelCall(seed, batch_of_ranks(alike=alike, step=step, gradients=reducer, full=full))
 
     def _move(self, x: Tensor) -> Tensor:
         """Returns x on the run's device, in the run's element type."""

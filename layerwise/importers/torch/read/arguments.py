@@ -101,8 +101,11 @@ class Arguments:
         """The arguments of a network without code: tensors by position."""
         return Arguments(_ANY, (tuple(Leaf(name, None) for name in names), {}), 0)
 
-    def named(self, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:
-        """A call's arguments by path, without those that are left at their default."""
+    def bound(self, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a call's arguments by name, in the signature's order, without those that are left at their default.
+
+        Raises LayerwiseError if the model does not take them.
+        """
         try:
             bound = self.signature.bind(*inputs, **named).arguments
         except TypeError as error:
@@ -113,9 +116,13 @@ class Arguments:
                 given |= value
             elif not _is_default(known[name], value):
                 given[name] = value
+        return given
+
+    def named(self, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:
+        """A call's arguments by path, without those that are left at their default."""
         return {
             f"{getattr(path[0], 'key', '')}{pytree.keystr(path[1:])}": leaf
-            for path, leaf in pytree.tree_flatten_with_path(given, is_leaf=_is_empty)[0]
+            for path, leaf in pytree.tree_flatten_with_path(self.bound(inputs, named), is_leaf=_is_empty)[0]
         }
 
     def takes(self, name: str) -> bool:

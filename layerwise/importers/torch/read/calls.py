@@ -29,6 +29,7 @@ Key = frozenset[tuple[object, ...]]
 class RecordedCall:
     """A call with tensors on the meta device, and the leaves of what it returns that stay with the ranks as boxes."""
 
+    key: Key
     call: Call
     carried: frozenset[int]
 
@@ -41,6 +42,7 @@ def recorded(model: nn.Module, act: Callable[[], object]) -> list[RecordedCall]:
     made = dict[Key, tuple[Call, set[int], list[Any]]]()
     calls = list[tuple[Key, list[Any]]]()  # each with the leaves of what it returned
     fed = list[Any]()  # keeps what was given, so that no other has its id
+    signature = signature_of(model)
 
     def record(forward: Callable[..., Any], call: Call) -> tuple[Any, Written]:
         given = pytree.tree_leaves(call)
@@ -49,8 +51,9 @@ def recorded(model: nn.Module, act: Callable[[], object]) -> list[RecordedCall]:
         for key, leaves in calls:
             made[key][1].update(i for i, x in enumerate(leaves) if isinstance(x, Tensor) and id(x) in ids)
         now: Call = pytree.tree_map_only(Tensor, _on_meta, call)
-        key = key_of(Arguments(signature_of(model), now, 0).named(*now))
-        result, written = _with_written(forward, call)
+        arguments = Arguments(signature, now, 0)
+        key = key_of(arguments, now)
+        result, written = _with_written(forward, call, arguments)
         leaves = pytree.tree_leaves((result, written))
         kept = len(pytree.tree_leaves(result))
         made.setdefault(key, (now, set(), leaves))[1].update(
@@ -74,7 +77,7 @@ def recorded(model: nn.Module, act: Callable[[], object]) -> list[RecordedCall]:
         ) from error
     if not made:
         raise LayerwiseError("example_inputs is a function that does not call the model")
-    return [RecordedCall(call, frozenset(carried)) for call, carried, _ in made.values()]
+    return [RecordedCall(key, call, frozenset(carried)) for key, (call, carried, _) in made.items()]
 
 
 def _on_meta(x: Tensor) -> Tensor:
@@ -82,17 +85,25 @@ def _on_meta(x: Tensor) -> Tensor:
         return torch.empty(tuple(map(int, x.shape)), dtype=x.dtype, device="meta")
 
 
-def key_of(leaves: Mapping[str, Any]) -> Key:
-    """Returns what tells the networks of calls apart: names, shapes and types of tensors, and other values."""
-    return frozenset(
-        (path, tuple(x.shape), x.dtype) if isinstance(x, Tensor) else (path, repr(x)) for path, x in leaves.items()
-    )
+def key_of(arguments: Arguments, call: Call) -> Key:
+    """Returns what tells the networks of calls apart: names, shapes and types of tensors, other values, and what lists
+    and dicts there are to write into.
+    """
+    kinds = tuple(type(x).__name__ for x in _containers(arguments.bound(*call)))
+    leaves = arguments.named(*call).items()
+    each = ((path, tuple(x.shape), x.dtype) if isinstance(x, Tensor) else (path, repr(x)) for path, x in leaves)
+    return frozenset([("lists and dicts", kinds), *each])
 
 
 @contextmanager
 def returning_written(model: nn.Module) -> Iterator[None]:
     """Within it a call of the model returns a pair: what it returns, and what it writes into its lists and dicts."""
-    with _replaced(model, lambda own: lambda *a, **k: _with_written(own, (a, k))):
+    signature = signature_of(model)
+
+    def made(own: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **named: _with_written(own, (args, named), Arguments(signature, (args, named), 0))
+
+    with _replaced(model, made):
         yield
 
 
@@ -108,8 +119,8 @@ def _replaced(model: nn.Module, made: Callable[[Callable[..., Any]], Callable[..
             vars(model)["forward"] = before
 
 
-def _with_written(forward: Callable[..., Any], call: Call) -> tuple[Any, Written]:
-    held = list(_containers(call))
+def _with_written(forward: Callable[..., Any], call: Call, arguments: Arguments) -> tuple[Any, Written]:
+    held = list(_containers(arguments.bound(*call)))
     before = [_items(x) for x in held]
     result = forward(*call[0], **call[1])
     written = list[tuple[tuple[Any, ...], tuple[Any, ...]]]()
@@ -121,9 +132,9 @@ def _with_written(forward: Callable[..., Any], call: Call) -> tuple[Any, Written
     return result, tuple(written)
 
 
-def write(call: Call, written: Written) -> None:
-    """Writes into the lists and dicts of a call what the model would have written."""
-    for container, (places, values) in zip(_containers(call), written, strict=True):
+def write(bound: Mapping[str, Any], written: Written) -> None:
+    """Writes into the lists and dicts among a call's arguments, by name, what the model would have written."""
+    for container, (places, values) in zip(_containers(bound), written, strict=True):
         for place, value in zip(places, values, strict=True):
             if isinstance(container, list) and place == len(container):
                 container.append(value)
