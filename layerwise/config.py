@@ -172,6 +172,8 @@ class SearchSpace:
     weights: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
+        if any(len(vector) != self.devices for vector in self.weights or ()):
+            raise LayerwiseError(f"weights are vectors of {self.devices} numbers, one a device")
         if self.weights and self.replicas > 1:
             raise LayerwiseError("replicas are of equal devices: leave them out where devices are unequal")
         if self.replicas < 1 or self.devices % self.replicas:
@@ -228,7 +230,8 @@ def _weighted(config: Config, vectors: Sequence[tuple[int, ...]], dims: Sequence
         most = fewer(vector, config.total)
         for weights in (tuple(int(w > 0) for w in most), most):
             found = config.weighted(weights)
-            if found.weights and is_legal(found, dims) and not (found.uneven and set(dict(config.degrees)) <= EVEN):
+            full = sum(w > 0 for w in found.weights) == found.total
+            if full and is_legal(found, dims) and not (found.uneven and set(dict(config.degrees)) <= EVEN):
                 yield found
 
 
@@ -300,6 +303,8 @@ def parse(degrees: object, dims: Sequence[Dim], devices: int, layer: str) -> Con
             raise LayerwiseError(f"layer {layer!r}: {label!r}: {degree!r} is not {wanted}")
     config = Config.of({k: v for k, v in degrees.items() if k not in NOT_DEGREES}, placement)
     if "weights" in degrees:
+        if placement != "contiguous":
+            raise LayerwiseError(f"layer {layer!r}: weights are of devices one after another: leave out the placement")
         config = config.weighted(parse_weights(degrees["weights"], devices, f"layer {layer!r}"))
     check(config, dims, devices, layer)
     if config.total in (1, devices):

@@ -23,7 +23,7 @@ from layerwise.api.evaluation import Metric, check_loss, check_targets, evaluate
 from layerwise.api.feed import Feed, feed
 from layerwise.api.optimizers import OptimizerLike, SchedulerLike, build, planned
 from layerwise.api.optimizers import check as check_optimizer
-from layerwise.api.parallelize import DEFAULT, Further, parallelize
+from layerwise.api.parallelize import DEFAULT, Further, parallelize, plan_or_strategy
 from layerwise.api.source import Model
 from layerwise.api.world import ranks_here
 from layerwise.arguments import Count, Natural, NotNegative, checked
@@ -154,6 +154,8 @@ def fit(
         raise LayerwiseError(
             "fit scales no losses, as float16 needs: take autocast=torch.bfloat16, or a loop of your own"
         )
+    if options.io == "boxes":
+        raise LayerwiseError("fit feeds whole samples: leave out io=, or write the loop with BoxLoader")
     if resume and checkpoint is None:
         raise LayerwiseError("resume=True needs checkpoint=FOLDER")
     train = feed(data, "data", workers)
@@ -250,12 +252,16 @@ def _module(
     ranks = ranks_here() if options.comm is None else options.comm.size
     if train.count < ranks:
         raise LayerwiseError(f"the data set has {train.count} samples, too few for {ranks} ranks: start fewer")
-    samples = BATCH if batch is None else batch
+    if batch is None:
+        plan, _ = plan_or_strategy(keywords.get("strategy"))
+        batch = min(BATCH, train.count) if plan is None else None
+    else:
+        batch = min(batch, train.count)
     ((examples, _),) = train.batches([range(min(2, train.count))])
     # The data is loaded to the CPU; where there are GPUs, this rank's computes.
     device = default_device(int(os.environ.get("LOCAL_RANK", "0")))
     inputs = tuple(x.to(device) for x in examples)
-    return parallelize(model, inputs, batch=min(samples, train.count), options=options, **keywords)
+    return parallelize(model, inputs, batch=batch, options=options, **keywords)
 
 
 def _sampler(train: Feed, module: ParallelModule, seed: int) -> StepSampler:

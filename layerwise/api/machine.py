@@ -109,7 +109,14 @@ def machine_of(
     checks what is known.
     """
     if options.profile is not None:
-        return named_profile(options.profile)
+        machine = named_profile(options.profile)
+        pairs = set(zip(machine.profile.kind_of, world.kinds, strict=False))
+        if len(pairs) > max(len(machine.profile.kinds), len(set(world.kinds))):
+            raise LayerwiseError(
+                f"the profile {machine.profile.name} has its kinds of devices in another order than the ranks, which "
+                f"are {', '.join(world.kinds)}: name the kinds in the order of the ranks"
+            )
+        return machine
     base, comm = built_in(world), world.comm
     if world.size == 1:
         return base

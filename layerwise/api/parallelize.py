@@ -168,9 +168,9 @@ def parallelize(
         own = fed_by(model, call, shared).batch
     counted = own * (1 if full else world.size)
     samples = _batch(batch, counted, plan)
-    available = world.memory_bytes - reserved_bytes(world.memory_bytes, device.type)
+    have = world.memories[0] if world.memories else world.memory_bytes
+    available = have - reserved_bytes(have, device.type)
     memory = available if memory_limit is None else parse_bytes(memory_limit, "memory_limit")
-    world = world if memory_limit is None else replace(world, memories=())
     local = options.local_batch_norm
     request = Request(
         _title(model), torch.float32, memory, options.optimizer, local, autocast, io, inference, options.effort

@@ -111,10 +111,13 @@ class Planner:
         return replace(devices, processor=replace(devices.processor, memory_bytes=memory), kinds=kinds)
 
     def _usable(self, kind: int, limit: float) -> float:
-        """Returns the bytes that a plan may take of all devices of a kind."""
+        """Returns the bytes that a plan may take of all devices of a kind. limit: the first device's."""
         each = zip(self.profile.kind_of, self.world.memories, strict=False)
         have = min((memory for k, memory in each if k == kind), default=0)
-        return have - reserved_bytes(have, self.world.comm.device.type) if have else limit
+        if not have:
+            return limit
+        usable, first = (b - reserved_bytes(b, self.world.comm.device.type) for b in (have, self.world.memories[0]))
+        return limit * usable / first
 
     def choose(self, strategy: Strategy | None, beside: Plan | None = None) -> Choice:
         """Returns the best plan; named layers keep what `strategy` says. LayerwiseError for one that cannot be.

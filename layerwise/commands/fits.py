@@ -86,6 +86,7 @@ def main(args: argparse.Namespace) -> None:
     check_files({"--html": args.html})
     settle_machine(args)
     profile = load(args.profile)
+    profile.check_equal("fits")
     profile.processor.peak(args.dtype)
     node = args.gpus_per_node or profile.gpus_per_node
     gpus = args.gpus or tuple(n for n in (1, 2, 4, 8, 16) if n <= node)
@@ -160,6 +161,7 @@ def memory(
     positional, named = call_of(model, inputs)
     network = network_of(model, positional, None, type(model).__name__, named)
     profile = load(gpu)
+    profile.check_equal("fits")
     profile.processor.peak(dtype)
     options = CostOptions(optimizer=optimizer, dtype=precision(dtype), kind="inference" if inference else "training")
     powers = {2**i for i in range(gpus.bit_length())} | {gpus}

@@ -173,7 +173,8 @@ class Setting:
         if here == around:
             return wanted
         name = "float32" if here is None else precision(here)
-        return name if name in self.devices.processor.peak_flops else wanted
+        processors = [kind.processor for kind in self.devices.kinds] or [self.devices.processor]
+        return name if all(name in processor.peak_flops for processor in processors) else wanted
 
     @property
     def mixed_precision(self) -> dict[str, str | None] | None:

@@ -159,7 +159,8 @@ def transfer_s(setting: Setting, edge: Edge, directions: int, watched: tuple[int
         all_s: Floats = directions * (traffic(edge, graph).total_bytes @ beta)
         return all_s
     travelling = _travelling_s(edge, graph, directions, watched)
-    copy_s = 0.0 if setting.measurements is None else sum(setting.measurements.copy_s[:directions])
+    measured = [setting.measurements_in(setting.options.dtype, kind) for kind in range(max(len(graph.kinds), 1))]
+    copy_s = max(0.0 if times is None else sum(times.copy_s[:directions]) for times in measured)
     if copy_s == 0:
         return travelling
     return np.where(travelling > 0, travelling + copy_s * kept_bytes(edge, graph, watched), 0.0)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from layerwise.api.optimizers import build
-from layerwise.api.parallelize import Keywords, parallelize
+from layerwise.api.parallelize import DEFAULT, Keywords, parallelize
 from layerwise.api.race import random_state_kept
 from layerwise.api.source import ExampleInputs
 from layerwise.errors import LayerwiseError
@@ -77,9 +77,19 @@ def prepare_model(
         )
     if accelerator.mixed_precision not in AUTOCAST:
         raise LayerwiseError(f"mixed precision {accelerator.mixed_precision!r} is not planned: give 'bf16' or 'fp16'")
+    if keywords.get("options", DEFAULT).io is not None or "autocast" in keywords:
+        raise LayerwiseError(
+            "Accelerate feeds each rank its own samples, and says itself what is mixed: leave out autocast= and "
+            "ParallelOptions' io"
+        )
     keywords["autocast"] = AUTOCAST[accelerator.mixed_precision]
     with random_state_kept(accelerator.device):
         made = parallelize(model, example, **keywords)
+    if of(made).plan.shares:
+        raise LayerwiseError(
+            "Accelerate feeds every rank equally many samples, but unequal devices have unequal shares: plan "
+            "for equal ones with ParallelOptions(profile=...), the profile of the slowest"
+        )
     if of(made).comm.size != accelerator.num_processes:
         raise LayerwiseError(
             f"there are {made.comm.size} ranks, and Accelerate has {accelerator.num_processes}: without GPUs it needs "

@@ -94,6 +94,11 @@ class Profile:
         of = self.name, gpus, self.processor, tuple(levels), self.links, layers, self.collectives
         return DeviceGraph(*of, kinds if len(kinds) > 1 else (), kind_of if len(kinds) > 1 else ())
 
+    def check_equal(self, what: str) -> None:
+        """Raises LayerwiseError if the devices are of several kinds."""
+        if self.kinds:
+            raise LayerwiseError(f"{what} takes equal devices, but profile {self.name} has several kinds: name one")
+
     def _kinds(self, gpus: int) -> tuple[tuple[Kind, ...], tuple[int, ...]]:
         """The kinds of the first devices, and the kind of each; LayerwiseError where there are not so many."""
         if self.kinds and gpus > len(self.kind_of):

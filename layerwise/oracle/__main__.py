@@ -146,8 +146,7 @@ def main(args: argparse.Namespace) -> None:
             raise LayerwiseError("--global-batch is for all GPUs together: with --scaling weak, pass --batch instead")
         args.scaling, args.batch = "strong", args.global_batch
     profile = load(args.profile)
-    if profile.kinds:
-        raise LayerwiseError("the oracle prices equal devices: give a profile of one kind")
+    profile.check_equal("the oracle")
     profile.processor.peak(args.dtype)
     named = _named(args.strategy, "--strategy", NAMES, ", ", known)
     runs = [] if args.measured is None else read_runs(args.measured)

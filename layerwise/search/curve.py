@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from layerwise.config import SearchSpace
-from layerwise.cost.memory.step import fullest_bytes
 from layerwise.cost.model import CostModel
 from layerwise.search.find import search
 from layerwise.search.result import Candidate, SearchResult, timeline_s
@@ -48,7 +47,7 @@ def memory_curve(
     while True:
         result = search(model, space, objective=objective, memory_limit_bytes=limit, offer=offered, **options)
         results.append((limit, result, seconds(result.best)))
-        need = fullest_bytes(model, result.best.strategy)
+        need = result.best.memory_bytes
         if not result.best.fits or need <= least_bytes:
             break
         limit = max(min(limit * factor, need - 1), least_bytes)

@@ -8,7 +8,7 @@ from functools import cached_property
 from math import exp, hypot
 
 from layerwise.config import Config
-from layerwise.cost.memory.step import fullest_bytes, peak_bytes
+from layerwise.cost.memory.step import fullest_bytes
 from layerwise.cost.model import Configs, CostModel, CostTables
 from layerwise.cost.price import LayerPrice, Price, model_error, price
 from layerwise.cost.timeline.ranges import Deviations, deviations
@@ -42,8 +42,8 @@ class Candidate:
 
     @cached_property
     def memory_bytes(self) -> float:
-        """The peak bytes of the fullest device in a step."""
-        return float(peak_bytes(self.model, self.strategy).max())
+        """The peak bytes of the fullest device in a step, in terms of the first one's memory, as the limit is."""
+        return fullest_bytes(self.model, self.strategy)
 
     @cached_property
     def price(self) -> Price:
@@ -73,7 +73,7 @@ class Candidate:
     @cached_property
     def fits(self) -> bool:
         """True if it fits into every device's memory."""
-        return fullest_bytes(self.model, self.strategy) <= self.memory_limit_bytes
+        return self.memory_bytes <= self.memory_limit_bytes
 
     def table(self) -> dict[str, list[object]]:
         """Returns a row for each layer, as columns for `pandas.DataFrame`: seconds by equation 1, and bytes."""

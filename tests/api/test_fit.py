@@ -138,6 +138,8 @@ def test_a_parallel_module_is_planned_already() -> None:
     assert layerwise.fit(*args).module is model
     with pytest.raises(LayerwiseError, match="strategy= says how to make a model parallel, but this one is already"):
         layerwise.fit(*args, strategy="data")
+    of_plan = layerwise.fit(network(), data(16).tensors, *args[2:], strategy=layerwise.of(model).plan, **QUIET)
+    assert of_plan.history  # by the plan's batch of 8, though there is more data
 
 
 def test_an_optimizer_that_cannot_be_is_found_before_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,6 +283,7 @@ def test_wrong_data(given: object, message: str) -> None:
         ({"optimizer": torch.optim.SGD([torch.zeros(3, requires_grad=True)])}, "not the model's"),
         ({"loss": nn.CrossEntropyLoss(reduction="sum")}, "must be a mean"),
         ({"resume": True}, "needs checkpoint"),
+        ({"options": layerwise.ParallelOptions(io="boxes")}, "fit feeds whole samples"),
         ({"loss": nn.CrossEntropyLoss(weight=torch.ones(10))}, "class weights is no mean over samples"),
         ({"loss": nn.NLLLoss(torch.ones(10))}, "class weights is no mean over samples"),
         ({"loss": nn.CrossEntropyLoss(ignore_index=3)}, "data has targets of 3, which the loss ignores"),
@@ -296,7 +299,7 @@ def test_wrong_data(given: object, message: str) -> None:
 def test_wrong_arguments(how: dict, message: str) -> None:
     args = {"loss": nn.CrossEntropyLoss(), "optimizer": "sgd"} | how
     with pytest.raises(LayerwiseError, match=message):
-        layerwise.fit(network(), data(8).tensors, **args, **QUIET)
+        layerwise.fit(network(), data(8).tensors, **(QUIET | args))
 
 
 def test_targets_that_the_loss_ignores() -> None:

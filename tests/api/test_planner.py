@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from layerwise.api.machine import built_in, named_profile
+from layerwise.api.arguments import ParallelOptions
+from layerwise.api.machine import Machine, built_in, machine_of, named_profile
 from layerwise.api.planner import Choice, Planner, Request, _fixed, lines
 from layerwise.api.world import World
 from layerwise.comm.base import Comm
@@ -14,7 +15,7 @@ from layerwise.cost.model import CostModel
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import load_model
-from layerwise.machine import load
+from layerwise.machine import load, reserved_bytes
 from layerwise.plan import as_json
 from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.find import configurations, search
@@ -76,6 +77,36 @@ def test_memory() -> None:
     assert planned("data", replace(REQUEST, memory_bytes=1.01 * need)).best.strategy == data.best.strategy
     with pytest.raises(LayerwiseError, match=r"the strategy needs .* MB on one of the 4 devices"):
         planned("data", replace(REQUEST, memory_bytes=0.99 * need))
+
+
+def test_a_limit_is_the_first_devices_and_that_of_another_kind_in_proportion_to_its_memory() -> None:
+    graph, kinds = fuse(load_model("alexnet", 64)), ("a6000", "rtx2080ti")
+    have = tuple(int(load(kind).processor.memory_bytes) for kind in kinds)
+
+    def usable(comm: Comm, memory_bytes: float) -> list[float]:
+        world = World(comm, 1, 2, (0, 1), kinds[0], min(have), kinds=kinds, memories=have)
+        profile = load("a6000,kinds=a6000:1+rtx2080ti:1")
+        planner = Planner(graph, world, profile, replace(REQUEST, memory_bytes=memory_bytes))
+        return [kind.usable_bytes for kind in planner.devices.kinds]
+
+    first, second = (number - reserved_bytes(number, "cpu") for number in have)
+    for limit in (first, 20e9):
+        each = run_threads(2, lambda comm, limit=limit: usable(comm, limit))
+        assert each[0] == pytest.approx([limit, limit * second / first])
+
+
+def test_a_profile_whose_kinds_are_not_the_ranks_is_refused() -> None:
+    options = ParallelOptions(profile="a6000,kinds=a6000:1+rtx2080ti:1")
+
+    def machine(comm: Comm, kinds: tuple[str, ...]) -> Machine:
+        world = World(comm, 1, len(kinds), (0, 1), kinds[0], 10**10, kinds=kinds, memories=(10**10,) * len(kinds))
+        return machine_of(fuse(load_model("lenet5", 8)), world, REQUEST, options, measure=False)
+
+    assert run_threads(2, lambda comm: machine(comm, ("A6000", "RTX 2080 Ti")))[0].profile.kinds
+    three = "2080", "a6000", "2080"
+    options = ParallelOptions(profile="a6000,kinds=a6000:1+rtx2080ti:2")
+    with pytest.raises(LayerwiseError, match="name the kinds in the order of the ranks"):
+        run_threads(3, lambda comm: machine(comm, three))
 
 
 def test_where_no_plan_fits_the_least_memory_is_said() -> None:

@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerwise.config import Config, SearchSpace
+from layerwise.config import Config, SearchSpace, parse
+from layerwise.cost.memory.course import course
+from layerwise.cost.memory.step import peak_bytes
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.timeline.simulate import timeline
 from layerwise.cost.unequal import balanced
@@ -17,7 +19,9 @@ from layerwise.graph.fuse import fuse
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.load import load_model
 from layerwise.machine import load
-from layerwise.search.find import configurations, search
+from layerwise.search.baselines import baseline
+from layerwise.search.curve import memory_curve
+from layerwise.search.find import candidate, configurations, search
 from layerwise.search.report.sentences import unequal_lines
 from tests.examples import examples
 from tests.importers.networks import chain, residual
@@ -113,3 +117,27 @@ def test_equal_devices_have_no_weights() -> None:
     assert model.devices.kinds == () == model.weights == model.shares
     with pytest.raises(LayerwiseError, match=r"profile .* has 3 devices \(2 × one CPU core, .*\), and 4 are asked for"):
         load("cpu,kinds=cpu:2+cpu@0.5:1").device_graph(4)
+
+
+def test_memory_is_of_each_device_and_a_curve_over_limits_ends() -> None:
+    """The first device is the smaller one: the same bytes fill four times as much of it."""
+    model = model_of(load_model("alexnet", 64), "rtx2080ti,kinds=rtx2080ti:1+a6000:1")
+    data = candidate(model, "data", baseline(model, "data"))
+    scale = np.asarray(model.devices.memory_scale)
+    assert (scale[0], scale[1] < 0.3) == (1, True)
+    assert data.memory_bytes == (peak_bytes(model, data.strategy) * scale).max()
+    assert course(model, data.strategy).device == (peak_bytes(model, data.strategy) * scale).argmax()
+    points = memory_curve(model, SearchSpace(2, dims=("n",)), 3e8, 6e8, offer=(), points=3, effort="quick")
+    assert 1 <= len(points) <= 4
+
+
+def test_what_takes_equal_devices_says_so() -> None:
+    profile = load("a6000,kinds=a6000:1+rtx2080ti:2")
+    with pytest.raises(LayerwiseError, match=r"the oracle takes equal devices, but profile .* has several kinds"):
+        profile.check_equal("the oracle")
+    with pytest.raises(LayerwiseError, match="vectors of 3 numbers"):
+        SearchSpace(3, weights=((1, 2),))
+    some = SearchSpace(3, dims=("n",), weights=((0, 0, 1),)).configurations(chain(6).layers[1].space.dims)
+    assert all(sum(w > 0 for w in config.weights) == config.total for config in some if config.weights)
+    with pytest.raises(LayerwiseError, match="leave out the placement"):
+        parse({"n": 2, "placement": "strided", "weights": [1, 1, 0, 0]}, chain(6).layers[1].space.dims, 4, "conv")

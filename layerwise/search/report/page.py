@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
+
 from layerwise.config import SearchSpace
 from layerwise.cost.memory.course import Course, course
 from layerwise.cost.memory.sizes import TensorSizes
@@ -249,7 +251,8 @@ def _step(best: Candidate, ranks: Sequence[int], measured: TraceFile | None) -> 
 
 def _memory(planned: Planned, curve: Sequence[Point]) -> Iterator[Part]:
     """The memory of the fullest device over the step, and the step's time under other limits."""
-    held, limit, at = planned.course, planned.limit_bytes, planned.course.fullest
+    held, at, devices = planned.course, planned.course.fullest, planned.model.devices
+    limit = planned.limit_bytes / float(np.broadcast_to(devices.memory_scale, devices.count)[held.device])
     over = "memory of the fullest device over a step, by what it is held for"
     yield Picture(lambda: svg(step.memory(held.instants, held.kinds, at, limit)), over)
     rows = [(kind, sizes[at], max(sizes)) for kind, sizes in held.kinds.items() if any(sizes)]
@@ -259,7 +262,7 @@ def _memory(planned: Planned, curve: Sequence[Point]) -> Iterator[Part]:
     points = [(c.name, c.memory_bytes, c.timeline.total_s) for c in plans.values()]
     under = [(f"under {units(p.limit_bytes, 'B')}", p.limit_bytes, p.best.timeline.total_s) for p in curve if p.best]
     by_memory = "the time of a step by the memory that it needs"
-    yield Picture(lambda: svg(step.time_and_memory(points, under[::-1], limit)), by_memory)
+    yield Picture(lambda: svg(step.time_and_memory(points, under[::-1], planned.limit_bytes)), by_memory)
     if curve:
         yield curve_table(curve)
 

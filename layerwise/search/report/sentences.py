@@ -65,6 +65,8 @@ def unequal_lines(result: SearchResult) -> Iterator[str]:
         f"Unequal devices: {model.ideal_s / step_s:.0%} of the ideal, {units(model.ideal_s, 's')}, the sum of their "
         f"speeds; of the slowest one's step {', '.join(kept) or 'nothing'} {'are' if kept else 'is'} no computation."
     )
+    if np.ptp(model.devices.memory_scale):
+        yield "Bytes of memory are told as parts of the first device's: half of a device counts as half of the first."
     computing = [layer for layer in model.graph.inner if layer.role is Role.COMPUTE]
     idle = np.ones(model.devices.count, np.bool_)
     for layer in computing:
