@@ -346,6 +346,5 @@ def _sure(work: dist.Work | None) -> dist.Work:
 
 def _on_cpu(tensor: Tensor, *, copy: bool) -> Tensor:
     """Returns the tensor itself, or one like it on the CPU (copy: with its content)."""
-    if tensor.device.type == "cpu":
-        return tensor
-    return tensor.cpu() if copy else torch.empty(tensor.shape, dtype=tensor.dtype)
+    here = tensor.device.type == "cpu"
+    return tensor if here else tensor.cpu() if copy else torch.empty(tensor.shape, dtype=tensor.dtype)

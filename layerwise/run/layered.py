@@ -32,9 +32,9 @@ from layerwise.run.execute.working_parameters import WorkingParameters
 from layerwise.run.guards.compare_model import ModelComparison
 from layerwise.run.guards.compare_ranks import RankComparison, looks
 from layerwise.run.guards.hooks import OutsideGradients, check_around, check_call, check_hooks_of_all, take_hooks
-from layerwise.run.guards.reached import Reached, check_reached
-from layerwise.run.guards.refusals import Structure, Unchanged, check_frozen, check_places, check_unwritten, versions
-from layerwise.run.guards.values import check_folded
+from layerwise.run.guards.invariants import Invariants
+from layerwise.run.guards.reached import Reached
+from layerwise.run.guards.refusals import check_unwritten, versions
 from layerwise.run.local_tensor import Version, is_dtensor
 from layerwise.run.options import RuntimeOptions, check_types
 from layerwise.run.outputs import returned
@@ -46,9 +46,8 @@ from layerwise.run.state.tree import Slots, allow_calls, reads, refuse_calls, sk
 
 
 class LayeredRun(Run):
-    """One rank's part of a planned network, run layer by layer.
-
-    The model's own layers hold this rank's tensors but compute nothing; calls to them are refused.
+    """One rank's part of a planned network, run layer by layer. The model's own layers hold this rank's tensors but
+    compute nothing; calls to them are refused.
 
     With io "free" (a batch smaller than the number of ranks) each rank passes the global batch and gets the full
     outputs, and all ranks must compute the same loss from them; a model that returns its loss gathers no other outputs.
@@ -70,15 +69,12 @@ class LayeredRun(Run):
         shared_out = shardings(self.layer_graph, plan)
         owned = boxes | {name: one.boxes.each for name, (one, _) in shared_out.items()}
         self._network = without_memory(network)  # for other sizes, copies and element types
-        # from here on the model holds the tensors
-        self._state = State(network, owned, plan.device_order, comm, options, model)
+        self._state = State(network, owned, plan.device_order, comm, options, model)  # now the model holds the tensors
         self._applying = False  # whether a function sees full parameters now
         self._shapes = Shapes(self._network, plan, comm, options)
         self.arguments = self._shapes.arguments
         every = self._state.tree.parameters()
-        self._frozen = [(name, p) for name, p in every.items() if not p.requires_grad]
-        self._places = Structure(model, buffers=True)
-        self._folded = self._state.values(network.graph.folded)
+        self._invariants = Invariants(model, every, partial(self._state.values, network.graph.folded))
         self.has_cut = comm.size > 1 and self._state.cut()  # whether some rank lacks a part of a trained parameter
         first = self.rank_schedule
         # With io sample, a rank's loss is the mean over its own samples, and the mean over the ranks is the global one.
@@ -102,10 +98,10 @@ class LayeredRun(Run):
         self._enter()
 
     def _enter(self) -> None:
-        self._reached = Reached(self.model)
+        reached = Reached(self.model)
         become(self.model, self)
         refuse_calls(self.model, self.unkept)
-        self._unchanged = Unchanged(self.model)
+        self._invariants.begin(self.model, reached)
 
     def _leave(self) -> None:
         allow_calls(self.model)
@@ -156,7 +152,7 @@ class LayeredRun(Run):
     def sized(self, sizes: Sizes, samples: int = 1) -> Sized:
         if self.plan.io != "boxes":
             raise LayerwiseError(f"the plan has io {self.plan.io!r}: use ParallelOptions(io='boxes')")
-        check_folded(self._folded)
+        self._invariants.check_folded()
         shaped = self._shapes.at(sizes, training=False)
         schedule, evaluate = self.evaluation(samples, shaped)
 
@@ -174,18 +170,16 @@ class LayeredRun(Run):
         return schedule, lambda boxes: self._run(executor, inputs.fed(schedule, boxes), (), scales)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Returns outputs of this rank's samples (io sample; else see the class). batch: all ranks' samples, to be
-        checked.
+        """Returns outputs of this rank's samples (io sample; else see the class), in the model's own structure.
 
-        Outputs have the model's own structure: a tensor, a tuple, a dict or a dataclass; those of a file: a tensor or a
-        tuple.
+        batch: all ranks' samples, to be checked.
         """
         check_call()
         check_around(self.parameters())
         self._check_device()
         check_hooks_of_all()
         self._working.check_hooks()
-        self._check_parameters()
+        self._invariants.check(training=self.training)
         if self.calls is not None:
             return self.calls(inputs, named)
         batch = None if self.arguments.takes("batch") else named.pop("batch", None)
@@ -203,8 +197,7 @@ class LayeredRun(Run):
         executor = self._executor(total, shaped, differentiated)
         fed = shaped.inputs.fed(executor.schedule, inputs)
         outputs = self._run(executor, fed, sorted(differentiated), scales)
-        # otherwise a rank gets its boxes of an output
-        local = share.stop - share.start if self.plan.io == "sample" else None
+        local = share.stop - share.start if self.plan.io == "sample" else None  # else it gets its boxes of an output
         return returned(executor.schedule, outputs, shaped.structure, local)
 
     def _compare(self, comparison: ModelComparison, call: Call) -> None:
@@ -271,20 +264,10 @@ class LayeredRun(Run):
 
         return begins(token, [p for _, p in named], see)
 
-    def _check_parameters(self) -> None:
-        """Raises LayerwiseError if the loop has changed parameters in a way that the run cannot follow."""
-        check_places(self._places)
-        check_folded(self._folded)
-        check_reached(self._reached)
-        self._unchanged.check(training=self.training)
-        check_frozen(self._frozen)
-
     def _backward_begins(
         self, graph: LayerGraph, versions_then: Mapping[str, Version], has_gradient: Sequence[bool]
     ) -> None:
-        """Begins a backward pass at the outputs of a call. versions_then: its parameters' versions
-        in the forward pass.
-        """
+        """Begins a backward pass at the outputs of a call. versions_then: its parameters', in the forward pass."""
         check_unwritten(self._reducer.parameters, versions_then)
         self.begin_backward()
         self._working.unused.reach(graph, has_gradient)
@@ -298,20 +281,17 @@ class LayeredRun(Run):
 
     def apply_to_tensors(self, fn: Callable[[Tensor], Tensor]) -> None:
         self._note_device(fn)
-        check_folded(self._folded)
+        self._invariants.check_folded()
         dtype = fn(torch.zeros((), dtype=self.dtype, device=self.device)).dtype
-        if dtype != self.dtype:
+        other = dtype != self.dtype
+        if other:
             check_types(self.layer_graph, dtype)
             self._check_movable("convert it")
         self._state.apply(fn)
         self._working.renew()
-        self._places = Structure(self.model, buffers=True)
-        self._folded = self._state.values(self.layer_graph.folded)
-        if dtype != self.dtype:
-            self._retype(dtype)
-
-    def _retype(self, dtype: torch.dtype) -> None:
-        """Makes what follows from the parameters' element type anew."""
+        self._invariants.renew(self.model)
+        if not other:
+            return
         self.dtype, self.runtime_options = dtype, replace(self.runtime_options, dtype=dtype)
         self._state.options = self.runtime_options
         self._shapes = Shapes(self._network, self.plan, self.comm, self.runtime_options)
@@ -329,18 +309,17 @@ class LayeredRun(Run):
             executor.compile(settings)
 
     def shards(self) -> list[Shard]:
-        check_places(self._places)
+        self._invariants.check_places()
         return super().shards()
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        check_places(self._places)
+        self._invariants.check_places()
         return super().full_state_dict()
 
     def copied(self, memo: dict[int, Any]) -> nn.Module:
         model = self.model
         self._check_movable("copy it")
-        self._unchanged.check(training=self.training)  # the copy must be as the model was traced
-        check_folded(self._folded)
+        self._invariants.check_copy(training=self.training)
         self._leave()
         try:
             copied = skeleton(model, memo)
@@ -352,7 +331,7 @@ class LayeredRun(Run):
         run = LayeredRun(copied, self._network, self.plan, self.comm, self.runtime_options)
         run.keep()
         copied.load_state_dict(model.state_dict())
-        run._folded = run._state.values(run.layer_graph.folded)
+        run._invariants.renew(copied)
         for original, copy_of_it in zip(model.parameters(), copied.parameters(), strict=True):
             copy_of_it.requires_grad_(original.requires_grad)
         run.steps_done, run.comparison = self.steps_done, copy.copy(self.comparison)
