@@ -38,7 +38,7 @@ class NodeCost:
         return NodeCost(compute, {name: cost[rows] for name, cost in self.seconds.items()}, tuple(kinds))
 
     def of_kind(self, kind: int) -> ComputeTime:
-        """That of one kind of devices."""
+        """The times of one kind of devices."""
         return self.kinds[kind] if self.kinds else self.compute
 
     @property

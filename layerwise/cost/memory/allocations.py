@@ -1,8 +1,8 @@
 """AllocationTracker: the bytes of live storages on each of N devices, and their peak.
 
-A storage lives while anybody holds it, as in PyTorch: a view holds the storage behind it. Devices differ in what they
-hold, so holders are counted for each of them. Sets of devices are the bits of integers, and bytes are added up for some
-hundred instants at a time, as calls on small arrays cost more than the additions.
+A storage lives while something holds it, as in PyTorch: a view holds the storage behind it. Devices hold different
+storages, so holders are counted for each device. A set of devices is an integer with a bit for each. Bytes are added up
+for some hundred instants at a time, because calls of numpy on small arrays cost more than the additions.
 """
 
 from __future__ import annotations
@@ -14,36 +14,36 @@ import numpy as np
 
 from layerwise.geometry.arrays import Floats, Mask
 
-# What memory is held for. activations: outputs of layers, and what is saved for the backward pass. gathered: copies of
-# what other devices own, inputs of layers and parameters. gradients: of parameters, with their buckets, and of
-# activations. workspace: temporary memory of a kernel or a message.
+# What memory is used for. activations: outputs of layers, and what is saved for the backward pass. gathered: copies of
+# inputs and parameters that other devices own. gradients: those of parameters, with their buckets, and of activations.
+# workspace: temporary memory of a kernel or a message.
 MemoryKind = Literal["parameters", "states", "gradients", "activations", "gathered", "workspace"]
 KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
-Devices = int  # of device d the bit 1 << d
-LOGGED = 1 << 20  # numbers added up at once, and sizes stored, to bound the memory
+Devices = int  # a set of devices: device d is the bit 1 << d
+LOGGED = 1 << 20  # the most numbers that are added up at once or stored, which bounds the memory
 
 
 @dataclass(slots=True, eq=False)
 class Storage:
-    """Memory that tensors share."""
+    """A block of memory that one or several tensors use."""
 
     size: Floats  # (N,) bytes
     kind: MemoryKind
     devices: Devices  # devices on which it is not empty
-    holders: list[Devices]  # devices with more than 0 holders, more than 1, ...
+    holders: list[Devices]  # the devices with at least 1 holder, at least 2, ...
 
 
-Ref = tuple[tuple[Storage, Devices], ...]  # what a tensor holds, and on which devices
+Ref = tuple[tuple[Storage, Devices], ...]  # the storages of a tensor, and the devices on which it holds them
 NOBODY: Ref = ()
 
 
 def devices_of(mask: Mask) -> Devices:
-    """The devices of (N,) flags."""
+    """The set of devices whose flag in (N,) is True."""
     return int.from_bytes(np.packbits(mask, bitorder="little").tobytes(), "little")
 
 
 def part(ref: Ref, where: Devices) -> Ref:
-    """The part of it on the devices `where`."""
+    """The part of a tensor on the devices `where`."""
     return tuple([(s, here) for s, devices in ref if (here := devices & where)])
 
 
@@ -53,7 +53,7 @@ class TransferStorage:
 
     arrived: Ref  # the destination
     copies: Ref  # copies of sent parts that were not contiguous
-    gradient: Ref = NOBODY  # backward: what is sent
+    gradient: Ref = NOBODY  # backward only: the gradient that is sent
 
 
 class AllocationTracker:
@@ -63,7 +63,7 @@ class AllocationTracker:
         self.count, self.everyone = devices, (1 << devices) - 1
         self._now, self._peak = np.zeros(devices), np.zeros(devices)
         self._log: list[tuple[Floats, bool]] = []  # new bytes, and whether they stay
-        # By the id of (N,) bytes, which are kept here; equal layers give the same ones.
+        # The devices of (N,) bytes, by the array's id; equal layers share arrays. They are kept so that ids stay unique.
         self._where: dict[int, tuple[Devices, Floats]] = {}
 
     @property
@@ -84,7 +84,7 @@ class AllocationTracker:
         return np.unpackbits(bits, count=self.count, bitorder="little").astype(np.bool_)
 
     def new(self, size: Floats, kind: MemoryKind = "activations") -> Ref:
-        """A storage with one holder, on the devices where it is not empty."""
+        """Allocates a storage with one holder on the devices where it is not empty."""
         known = self._where.get(id(size))
         if known is None:
             if len(self._where) * self.count > LOGGED:
@@ -120,7 +120,7 @@ class AllocationTracker:
         self._peak = np.maximum(self._peak, (alive + size * ~stays).max(0))
 
     def hold(self, ref: Ref, where: Devices | None = None) -> Ref:
-        """Adds a holder of what lies on the devices `where`."""
+        """Adds a holder on the devices `where`; None: on all devices."""
         held = ref if where is None else part(ref, where)
         for s, devices in held:
             more = devices
@@ -141,12 +141,12 @@ class AllocationTracker:
                 s.holders[i] ^= gone
                 fewer ^= gone
             assert not fewer, "dropped more often than held"
-            if gone:  # of the first holders
+            if gone:  # the last holder is gone there
                 size = s.size if gone == s.devices else np.where(self.mask(gone), s.size, 0.0)
                 self._note(-size, s.kind, stays=True)
 
     def unshared(self, ref: Ref) -> Devices:
-        """The devices on which this tensor is its storage's only holder."""
+        """The devices on which this tensor is the only holder of its storage."""
         alone = self.everyone
         for s, devices in ref:
             several = s.holders[1] if len(s.holders) > 1 else 0

@@ -18,27 +18,27 @@ from layerwise.program.instructions import Begin, End, Fill, Forget, Free, Instr
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """A device's bytes at the fullest moment of each instruction of a step that allocates or frees."""
+    """A device's bytes at the fullest moment of each instruction of a step, if that changes its memory."""
 
     device: int
-    instants: Sequence[str]  # the instructions, `backward of conv1`
+    instants: Sequence[str]  # titles of the instructions, such as `backward of conv1`
     kinds: Mapping[MemoryKind, Sequence[float]]  # by instant
     fullest: int  # the first instant of the peak
 
     @property
     def peak(self) -> dict[MemoryKind, float]:
-        """Bytes of each kind then; their sum is the most of `peak_bytes`."""
+        """The bytes of each kind at the fullest instant; their sum is the largest of `peak_bytes`."""
         return {kind: sizes[self.fullest] for kind, sizes in self.kinds.items()}
 
 
 class _Log(AllocationTracker):
-    """A tracker that adds nothing up, but records how much had been logged after each instruction."""
+    """A tracker that adds nothing up: it keeps all changes, and how many there were after each instruction."""
 
     def __init__(self, devices: int) -> None:
         super().__init__(devices)
         self.logged: list[tuple[Floats, MemoryKind, bool]] = []
         self.instants: list[tuple[str, int]] = []
-        # Those that only free memory belong to the next one.
+        # An instruction that only frees memory counts as part of the next one.
         self.does: Effects = {
             **dict.fromkeys(get_args(Instruction), self._done),
             **dict.fromkeys((Free, Forget, Keep, Release)),

@@ -76,13 +76,13 @@ class _Storages:
         for layer in model.graph.layers:
             parameters.add(layer, self.sizes.parameters(layer))
         self.flows, self.places, self.stages = model.has_gradient, self.sizes.places, self.sizes.stages
-        self.values: dict[str, Ref] = {}  # its output, until its last reader
-        self.received: dict[str, dict[int, Ref]] = {}  # its inputs, by slot
-        self.inward: dict[str, list[Ref]] = {}  # their gradients
-        self.saved: dict[str, list[Ref]] = {}  # for each stage, what its backward pass reads
-        self.gradients: dict[str, Ref] = {}  # of its output, as far as it is added up
+        self.values: dict[str, Ref] = {}  # outputs, until their last reader
+        self.received: dict[str, dict[int, Ref]] = {}  # inputs, by slot
+        self.inward: dict[str, list[Ref]] = {}  # gradients of inputs
+        self.saved: dict[str, list[Ref]] = {}  # by stage, what the backward pass reads
+        self.gradients: dict[str, Ref] = {}  # gradients of outputs, as far as they are added up
         self.in_flight: dict[EdgeEnd, TransferStorage] = {}
-        self.sources: dict[str, dict[str, Ref]] = {}  # by block, what it is recomputed from
+        self.sources: dict[str, dict[str, Ref]] = {}  # by block and layer, what the block is recomputed from
         self.does: Effects = {
             Begin: self.begin, End: self.end, Move: self.move, Keep: self.keep, Compute: self.compute,
             Output: self.output, Free: self.free, Forget: self.forget,
@@ -91,7 +91,7 @@ class _Storages:
     # ---- transfers ----
 
     def begin(self, instruction: Begin) -> None:
-        """Allocates what arrives; a copy that is sent stays until the end."""
+        """Allocates what is received, and the copy that is sent, which lives until the transfer ends."""
         layer, slot, tracker = self.model.graph[instruction.layer], instruction.slot, self.tracker
         edge, item_bytes = self._edge(layer, slot)
         if instruction.way == "forward":
@@ -104,7 +104,7 @@ class _Storages:
         self.in_flight[layer.name, slot] = flight
 
     def end(self, instruction: End) -> None:
-        """Frees what was sent."""
+        """Frees the copies that were sent."""
         layer, slot = self.model.graph[instruction.layer], instruction.slot
         flight = self.in_flight.pop((layer.name, slot))
         self.tracker.drop(flight.copies)
@@ -176,11 +176,11 @@ class _Storages:
             returned(new, self._drop, sizes, self._inputs(sink))
 
     def free(self, instruction: Free) -> None:
-        """From now on only what saved the layer's output holds it."""
+        """Drops the layer's output, which lives on only if it was saved."""
         self.tracker.drop(self.values.pop(instruction.value))
 
     def keep(self, instruction: Keep) -> None:
-        """Holds a block's inputs, unless they are recomputed too, and the former running statistics."""
+        """Holds a block's inputs, except those that it recomputes, and copies of running statistics."""
         layer, block = self.model.graph[instruction.layer], instruction.block
         sources = self.sources.setdefault(block, {})
         for source in layer.inputs:
@@ -189,7 +189,7 @@ class _Storages:
         sources |= {name: self.tracker.new(size) for name, size in remembered(layer, self.places[layer.name])}
 
     def forget(self, instruction: Forget) -> None:
-        """Frees what was saved for the block, which has been recomputed."""
+        """Frees what was held to recompute a block."""
         self._drop(list(self.sources.pop(instruction.block).values()))
 
     def _compute(self, layer: Layer, given: list[Ref], *, saves: bool = True) -> None:
@@ -228,7 +228,7 @@ class _Storages:
         self._drop(given)
 
     def _keep_within(self, layer: Layer, given: Ref, where: Devices) -> None:
-        """Saves an input, which its maker has saved, within what this layer has received, on the devices `where`."""
+        """On the devices `where`, saves what this layer received in place of the maker's box, which is a part of it."""
         source = layer.inputs[0]
         out, rest = self.values[source], self.saved[source]
         made = {id(storage) for storage, _ in out}
@@ -255,10 +255,10 @@ class _Storages:
             stage, before, weights = stages[number], NOBODY, NOBODY
             parameters = list[Ref]()
             if number == tracked[0]:
-                weights = tracker.new(stage.weights)  # the gradients of copies come first
+                weights = tracker.new(stage.weights)  # gradients of the copies of weights come before those of weights
                 parameters = [] if weights else self.parameters.gradients(layer)
             cast = [size for slot, size in stage.copies.items() if slot == BEFORE or self.flows[layer.inputs[slot]]]
-            between = tracker.new(sum(cast, stage.between), "workspace")  # what it was made of is gone when it is used
+            between = tracker.new(sum(cast, stage.between), "workspace")  # its sources are freed before it is read
             read, two = running + saved[number], devices_of(stage.between > 0)
             tracker.drop(part(read, two))
             for slot in stage.slots:
@@ -295,7 +295,7 @@ class _Storages:
         self.gradients[source] = back
 
     def _adjoint(self, edge: Moved, source: str, gradient: Ref) -> Ref:
-        """A view of the gradient if nothing else contributes, else a new tensor."""
+        """The gradient of a source's own box: a view of `gradient` if nothing else contributes, else a new tensor."""
         item_bytes, own = self.model.graph[source].out.item_bytes, self.sizes.own(source)
         alike = (edge.owned * item_bytes == own) & (edge.local | (edge.sent == 0))
         return self.tracker.hold(gradient, devices_of(alike)) + self.tracker.new(np.where(alike, 0.0, own), "gradients")
