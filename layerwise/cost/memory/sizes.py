@@ -246,7 +246,7 @@ class TensorSizes:
         return self.places[name].owned.volume * self.model.graph[name].out.item_bytes
 
     def within(self, layer: Layer) -> Mask | None:
-        """(N,) True where a layer saves its first input as received, and the producer's box within it; None: nowhere."""
+        """(N,) True where a layer saves its first input as received, with the producer's box in it; None: nowhere."""
         source = layer.inputs[0] if layer.inputs else ""
         if self._within.get(source) != (layer.name, 0) or self.edge(layer, 0).local:
             return None
