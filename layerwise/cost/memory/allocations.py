@@ -63,7 +63,7 @@ class AllocationTracker:
         self.count, self.everyone = devices, (1 << devices) - 1
         self._now, self._peak = np.zeros(devices), np.zeros(devices)
         self._log: list[tuple[Floats, bool]] = []  # new bytes, and whether they stay
-        # The devices of (N,) bytes, by the array's id; equal layers share arrays, which are kept so that ids stay unique.
+        # The devices of (N,) bytes, by the id of an array that is kept here, so that no other gets its id.
         self._where: dict[int, tuple[Devices, Floats]] = {}
 
     @property
