@@ -9,7 +9,6 @@ from functools import reduce
 import numpy as np
 
 from layerwise.cost.compute.roofline import ComputeTime
-from layerwise.cost.terms import LAYER_TERMS
 from layerwise.geometry.arrays import Floats, Ints
 
 COMPUTE_PARTS = tuple(part.name for part in fields(ComputeTime))
@@ -45,11 +44,6 @@ class NodeCost:
     def total(self) -> Floats:
         """Seconds by configuration, (C,)."""
         return reduce(np.add, self.seconds.values())
-
-    @property
-    def overlapped(self) -> Floats:
-        """(C,) the part that overlaps the backward pass."""
-        return reduce(np.add, [self.seconds[term.name] for term in LAYER_TERMS if term.overlaps])
 
 
 def _joined(times: Sequence[ComputeTime]) -> ComputeTime:

@@ -59,8 +59,7 @@ def transfer_s(model: CostModel, strategy: Strategy, layer: Layer, slot: int, *,
     times = model.directions(name)
     if times < (1 if forward else 2):
         return 0.0
-    ends = (strategy[source].cells,), (strategy[layer.name].cells,)
-    return float(model.edge_cost(name, *ends)[0, 0]) / times
+    return model.pair_s(name, (strategy[source].cells, strategy[layer.name].cells)) / times
 
 
 def gradient_sums(model: CostModel, layer: Layer, config: Config) -> list[GradientSum]:

@@ -21,6 +21,7 @@ MemoryKind = Literal["parameters", "states", "gradients", "activations", "gather
 KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
 Devices = int  # a set of devices: device d is the bit 1 << d
 LOGGED = 1 << 20  # the most numbers that are added up at once or stored, which bounds the memory
+COMPARED = 256  # devices: sizes of at most so many are compared by their contents, others by their ids
 
 
 @dataclass(slots=True, eq=False)
@@ -56,15 +57,39 @@ class TransferStorage:
     gradient: Ref = NOBODY  # backward only: the gradient that is sent
 
 
-class AllocationTracker:
-    """Counts the live bytes (`now`, (N,)) and their maximum (`peak`, (N,))."""
+class SizeTable:
+    """The distinct sizes (N,) of storages, each with a number. Trackers of one model share a table."""
 
     def __init__(self, devices: int) -> None:
+        self.rows: list[Floats] = []
+        self.by_content = devices <= COMPARED
+        self.known: dict[object, tuple[int, Devices]] = {}  # the number, and the devices on which the size is not 0
+        self._matrix = np.zeros((0, devices))
+
+    def add(self, key: object, size: Floats) -> tuple[int, Devices]:
+        """Adds a new size."""
+        self.known[key] = len(self.rows), devices_of(size > 0)
+        self.rows.append(size)  # which also keeps its id unique
+        return self.known[key]
+
+    def matrix(self) -> Floats:
+        """(sizes, N) all sizes, by number."""
+        if len(self._matrix) < len(self.rows):
+            self._matrix = np.stack(self.rows)
+        return self._matrix
+
+
+class AllocationTracker:
+    """Counts the live bytes (`now`, (N,)) and their maximum (`peak`, (N,)).
+
+    sizes: the table of sizes to begin with.
+    """
+
+    def __init__(self, devices: int, sizes: SizeTable | None = None) -> None:
         self.count, self.everyone = devices, (1 << devices) - 1
         self._now, self._peak = np.zeros(devices), np.zeros(devices)
-        self._log: list[tuple[Floats, bool]] = []  # new bytes, and whether they stay
-        # The devices of (N,) bytes, by the id of an array that is kept here, so that no other gets its id.
-        self._where: dict[int, tuple[Devices, Floats]] = {}
+        self._sizes = sizes or SizeTable(devices)
+        self._log: list[int] = []  # 3 * the size's number, plus 0 if it is freed, 2 if allocated, 1 if both at once
 
     @property
     def now(self) -> Floats:
@@ -85,39 +110,38 @@ class AllocationTracker:
 
     def new(self, size: Floats, kind: MemoryKind = "activations") -> Ref:
         """Allocates a storage with one holder on the devices where it is not empty."""
-        known = self._where.get(id(size))
-        if known is None:
-            if len(self._where) * self.count > LOGGED:
-                self._where.clear()
-            known = self._where[id(size)] = devices_of(size > 0), size
-        devices = known[0]
-        if not devices:
-            return NOBODY
-        self._note(size, kind, stays=True)
-        return ((Storage(size, kind, devices, [devices]), devices),)
+        devices = self._note(size, kind, 1)
+        return ((Storage(size, kind, devices, [devices]), devices),) if devices else NOBODY
 
     def spike(self, size: Floats | float) -> None:
         """Allocates and frees temporary memory."""
-        whole = size if isinstance(size, np.ndarray) else np.full(self.count, size)
-        self._note(whole, "workspace", stays=False)
+        self._note(size if isinstance(size, np.ndarray) else np.full(self.count, size), "workspace", 0)
 
-    def _note(self, size: Floats, kind: MemoryKind, *, stays: bool) -> None:
-        self._log.append((size, stays))
-        if len(self._log) * self.count > LOGGED:
+    def _note(self, size: Floats, kind: MemoryKind, change: Literal[-1, 0, 1]) -> Devices:
+        """Logs a change: allocated (1), freed (-1), or both at once (0). Returns the devices where it is not empty."""
+        sizes = self._sizes
+        if len(sizes.rows) * self.count > LOGGED:
             self._add_up()
+            sizes = self._sizes = SizeTable(self.count)
+        key = size.tobytes() if sizes.by_content else id(size)
+        number, devices = sizes.known.get(key) or sizes.add(key, size)
+        if devices:
+            self._log.append(3 * number + change + 1)
+            if len(self._log) * self.count > LOGGED:
+                self._add_up()
+        return devices
 
     def _add_up(self) -> None:
         if not self._log:
             return
-        sizes, stay = zip(*self._log, strict=True)
+        number, change = np.divmod(np.array(self._log), 3)
         self._log = []
-        stays = np.array(stay)[:, None]
-        size = np.concatenate(sizes, dtype=np.float64).reshape(len(sizes), self.count)
-        alive = size * stays
+        size = self._sizes.matrix()[number]
+        alive = size * (change - 1)[:, None]
         alive[0] += self._now
         alive = alive.cumsum(0)
         self._now = alive[-1].copy()
-        self._peak = np.maximum(self._peak, (alive + size * ~stays).max(0))
+        self._peak = np.maximum(self._peak, (alive + size * (change == 1)[:, None]).max(0))
 
     def hold(self, ref: Ref, where: Devices | None = None) -> Ref:
         """Adds a holder on the devices `where`; None: on all devices."""
@@ -143,7 +167,7 @@ class AllocationTracker:
             assert not fewer, "dropped more often than held"
             if gone:  # the last holder is gone there
                 size = s.size if gone == s.devices else np.where(self.mask(gone), s.size, 0.0)
-                self._note(-size, s.kind, stays=True)
+                self._note(size, s.kind, -1)
 
     def unshared(self, ref: Ref) -> Devices:
         """The devices on which this tensor is the only holder of its storage."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import get_args
+from typing import Literal, get_args
 
 import numpy as np
 
-from layerwise.cost.memory.allocations import KINDS, AllocationTracker, MemoryKind
+from layerwise.cost.memory.allocations import KINDS, AllocationTracker, Devices, MemoryKind, devices_of
 from layerwise.cost.memory.step import peak_bytes, tracked
 from layerwise.cost.model import CostModel, Strategy
 from layerwise.geometry.arrays import Floats
@@ -36,7 +36,7 @@ class _Log(AllocationTracker):
 
     def __init__(self, devices: int) -> None:
         super().__init__(devices)
-        self.logged: list[tuple[Floats, MemoryKind, bool]] = []
+        self.logged: list[tuple[Floats, MemoryKind, int]] = []
         self.instants: list[tuple[str, int]] = []
         # An instruction that only frees memory counts as part of the next one.
         self.does: Effects = {
@@ -47,8 +47,9 @@ class _Log(AllocationTracker):
     def _done(self, instruction: Instruction) -> None:
         self.instants.append((_title(instruction), len(self.logged)))
 
-    def _note(self, size: Floats, kind: MemoryKind, *, stays: bool) -> None:
-        self.logged.append((size, kind, stays))
+    def _note(self, size: Floats, kind: MemoryKind, change: Literal[-1, 0, 1]) -> Devices:
+        self.logged.append((size, kind, change))
+        return devices_of(size > 0)
 
 
 def course(model: CostModel, strategy: Strategy) -> Course:
@@ -57,9 +58,9 @@ def course(model: CostModel, strategy: Strategy) -> Course:
     log = _Log(model.devices.count)
     tracked(model, strategy, log, log.does)
     sizes = np.array([size[device] for size, *_ in log.logged])
-    stays = np.array([stay for *_, stay in log.logged])
-    of_kind = np.array([[one == kind for _, one, _ in log.logged] for kind in KINDS])
-    alive = (sizes * of_kind * stays).cumsum(1) + sizes * of_kind * ~stays
+    change = np.array([one for *_, one in log.logged])
+    of_kind = np.array([[one == kind for _, one, _ in log.logged] for kind in KINDS]) * sizes
+    alive = (of_kind * change).cumsum(1) + of_kind * (change == 0)
     titles, moments, start = list[str](), list[int](), 0
     for title, end in [("before the step", log.instants[0][1]), *log.instants]:
         if sizes[start:end].any():

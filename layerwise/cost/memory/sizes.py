@@ -9,6 +9,7 @@ from typing import TypeVar
 import numpy as np
 
 from layerwise.config import Config
+from layerwise.cost.memory.allocations import Devices, devices_of
 from layerwise.cost.memory.parameters import ParameterMemory, parameters_of
 from layerwise.cost.model import CostModel, Strategy
 from layerwise.geometry.arrays import Floats, Mask
@@ -19,7 +20,7 @@ from layerwise.ops.tensor.pointwise import Cast
 from layerwise.partition.ahead import EdgeEnd
 from layerwise.partition.blocks import saved_within
 from layerwise.partition.moved import Moved, moved, outputs
-from layerwise.partition.place import Place, input_maps, place, read
+from layerwise.partition.place import Boxes, Place, input_maps, place, read
 from layerwise.tensor import ITEM_BYTES
 
 BEFORE = -1  # instead of a slot: the result of the stage before
@@ -46,6 +47,32 @@ class StageMemory:
         """The stage if its first input is transferred: it is received with padding, and saved instead of a copy."""
         saved = replace(self.saved, inputs=self.saved.inputs | (self.padded > 0))
         return replace(self, saved=saved, extra=self.extra - self.padded, between=self.between - self.padded)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EdgeMemory:
+    """The transfer to one input of a layer on all N devices; arrays are (N,), in bytes."""
+
+    local: bool  # nothing is sent
+    need: Floats  # the box that a device needs
+    received: Floats
+    sent: Floats
+    forth: Floats  # the part of what it sends forward that must be made contiguous first
+    back: Floats  # the same for what it sends backward
+    here: Devices  # the devices that need anything
+    inside: Mask  # (N,) whether the needed box includes the box that the device owns of the producer's output
+    viewed: Devices  # the devices whose gradient of the needed box is that of the owned box
+    rest: Floats  # the owned box on all other devices
+
+    @staticmethod
+    def of(edge: Moved, owned: Boxes, item_bytes: int) -> EdgeMemory:
+        """owned: the boxes of the producer's output."""
+        volume = owned.volume
+        alike = edge.owned == volume
+        viewed = alike & (edge.local | (edge.sent == 0))
+        sizes = (size * item_bytes for size in (edge.need, edge.received, edge.sent, edge.forth, edge.back))
+        inside, rest = owned.active & alike & (volume > 0), np.where(viewed, 0.0, volume * item_bytes)
+        return EdgeMemory(edge.local, *sizes, devices_of(edge.need > 0), inside, devices_of(viewed), rest)
 
 
 def stages_of(layer: Layer, place: Place, flows: Sequence[bool], split: bool) -> list[StageMemory]:
@@ -190,7 +217,7 @@ class TensorSizes:
     places: dict[str, Place] = field(init=False)  # its boxes
     stages: dict[str, list[StageMemory]] = field(init=False)
     _read: dict[str, Place] = field(default_factory=dict)  # places of inputs whose boxes devices read
-    _edges: dict[EdgeEnd, Moved] = field(default_factory=dict)  # transfers, by reader
+    _edges: dict[EdgeEnd, EdgeMemory] = field(default_factory=dict)  # by reader
 
     def __post_init__(self) -> None:
         graph = self.model.graph
@@ -219,15 +246,16 @@ class TensorSizes:
         key = "parameters", model.kind(layer) if config.states == "replicated" else layer.name, config
         return model.once(key, lambda: parameters_of(model, layer, config, place_of(model, layer, config)))
 
-    def edge(self, layer: Layer, slot: int) -> Moved:
+    def edge(self, layer: Layer, slot: int) -> EdgeMemory:
         """The transfer to one of a layer's inputs."""
         end = layer.name, slot
         if end not in self._edges:
             model, name, target = self.model, layer.inputs[slot], self.strategy[layer.name]
             producer, source = model.graph[name], self.strategy[name]
 
-            def made() -> Moved:
-                return moved_between(model, layer, slot, self.places[name], self.places[layer.name])
+            def made() -> EdgeMemory:
+                edge = moved_between(model, layer, slot, self.places[name], self.places[layer.name])
+                return EdgeMemory.of(edge, self.places[name].owned, producer.out.item_bytes)
 
             key = "moved", model.kind(producer), model.kind(layer), slot, source.cells, target.cells
             self._edges[end] = made() if name in self._read else model.once(key, made)
@@ -236,10 +264,9 @@ class TensorSizes:
     def received(self, layer: Layer, slot: int) -> Floats:
         """(N,) bytes that a layer receives of an input that is transferred; its gradient has as many."""
         edge = self.edge(layer, slot)
-        needed = edge.need * self.model.graph[layer.inputs[slot]].out.item_bytes
         if slot or layer.role is Role.SINK or edge.local:
-            return needed
-        return np.maximum(needed, self.stages[layer.name][0].padded)
+            return edge.need
+        return np.maximum(edge.need, self.stages[layer.name][0].padded)
 
     def own(self, name: str) -> Floats:
         """(N,) bytes of a device's box of a layer's output."""
@@ -252,6 +279,4 @@ class TensorSizes:
             return None
         if self.strategy[source].alters_saved or self.strategy[layer.name].alters_saved:
             return None
-        own = self.places[source].owned
-        inside: Mask = own.active & (self.edge(layer, 0).owned == own.volume) & (own.volume > 0)
-        return inside
+        return self.edge(layer, 0).inside

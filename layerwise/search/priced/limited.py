@@ -35,7 +35,7 @@ from layerwise.search.priced.moves import PEAKS, STARTS, Moves, lightest
 from layerwise.search.priced.prices import Prices, least_rows
 from layerwise.search.priced.variants import OFFERS, Forms, Strategy, Variants
 from layerwise.search.solve.eliminate import sums_of
-from layerwise.search.solve.narrow import PAYS, SLACK, exact_costs, node_costs, rough_tables
+from layerwise.search.solve.narrow import PAYS, SLACK, node_costs, rough_tables
 
 Met = tuple[Sequence[Strategy], Sequence[int]]  # what was met, and the rows that were looked at
 WORK = 5e6  # sums of an elimination
@@ -270,7 +270,7 @@ class LimitedSearch:
 
     def cost(self, strategy: Strategy) -> float:
         """Equation 1."""
-        return self.model.once(("equation 1", *strategy.values()), lambda: sum(exact_costs(self.model, [strategy])[0]))
+        return self.model.step_s(strategy)
 
     def _tables(self, space: Variants, transfer: Mapping[EdgeName, Floats]) -> _Tables:
         time = Costs(node_costs(self.model, space.configs), transfer)
