@@ -98,6 +98,7 @@ class CostModel(Setting):
         self._layer_s: dict[tuple[int, Config], float] = {}
         self._pair_s: dict[tuple[object, Pair], float] = {}
         self._cells: dict[int, tuple[tuple[Config, ...], tuple[Config, ...], list[int]]] = {}
+        self._same: dict[tuple[Config, ...], tuple[Config, ...]] = {}
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """The result of `make`, cached under `key`, which must determine it."""
@@ -260,11 +261,13 @@ class CostModel(Setting):
         return costs
 
     def _distinct(self, configs: tuple[Config, ...]) -> tuple[tuple[Config, ...], list[int]]:
-        """`distinct_cells`; of many, they are looked at once."""
+        """`distinct_cells`; many are looked at once, and equal ones are one object, so that edges share tables."""
         if len(configs) <= MANY:
             return distinct_cells(configs)
         if id(configs) not in self._cells:
-            self._cells[id(configs)] = configs, *distinct_cells(configs)  # kept, so that no other object gets its id
+            cells, rows = distinct_cells(configs)
+            # `configs` is kept so that no other object gets its id.
+            self._cells[id(configs)] = configs, self._same.setdefault(cells, cells), rows
         _, cells, rows = self._cells[id(configs)]
         return cells, rows
 
