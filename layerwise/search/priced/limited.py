@@ -174,10 +174,11 @@ class LimitedSearch:
             return Within(limit, tuple(left.fitting), left.seen.cost, left.seen.cost, (), 0)
         lower_s = left.lower_s
         while True:
-            within = self._exactly(limit, left, lower_s)
+            within, below = self._exactly(limit, left, lower_s)
             if not within.strategies or within.lower_bound_s * (1 + CLOSE) >= within.cost_s:
                 return within
-            gained = within.cost_s < left.seen.cost * (1 - GAP)
+            # If all that was promising was searched, it is not searched again for the sake of a faster strategy.
+            gained = below < left.seen.cost and within.cost_s < left.seen.cost * (1 - GAP)
             left = self._left(limit, left.tables, within.strategies[0], left.met)
             lower_s = min(max(within.lower_bound_s, left.lower_s), within.cost_s)
             if not gained or left.prices.bound == np.inf:
@@ -211,8 +212,11 @@ class LimitedSearch:
     def _cost_of(self, space: Variants, choice: Choice) -> float:
         return self.cost(space.strategy(choice))
 
-    def _exactly(self, limit: float, left: _Left, lower_s: float) -> Within:
-        """The answer of what is promising, with transfers as they are. lower_s: seconds that all take that fit."""
+    def _exactly(self, limit: float, left: _Left, lower_s: float) -> tuple[Within, float]:
+        """The answer of what is promising, with exact transfers, and the seconds that all else takes at least.
+
+        lower_s: seconds that all take that fit.
+        """
         keep, below = left.promising(self.edges, WORK)
         few = left.tables.restrict(keep)
         space, transfer = few.space, self.model.tables(few.space.bases, self.progress).transfer
@@ -227,7 +231,8 @@ class LimitedSearch:
         cost, price = min(map(self.cost, strategies), default=np.inf), prices.price
         dearest = sorted(price.items(), key=lambda row: -row[1])
         told = tuple(MemoryPrice(few.rows.instants[row], 0, seconds) for row, seconds in dearest)
-        return Within(limit, tuple(strategies), cost, min(cost, bound), told, sum(map(len, space.configs.values())))
+        count = sum(map(len, space.configs.values()))
+        return Within(limit, tuple(strategies), cost, min(cost, bound), told, count), below
 
     def least(self, known: Sequence[Strategy], wanted: float = 0.0) -> Least:
         """The least memory of all strategies. known: strategies over `cells` to begin with.
