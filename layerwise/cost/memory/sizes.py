@@ -70,9 +70,11 @@ class EdgeMemory:
         volume = owned.volume
         alike = edge.owned == volume
         viewed = alike & (edge.local | (edge.sent == 0))
-        sizes = (size * item_bytes for size in (edge.need, edge.received, edge.sent, edge.forth, edge.back))
+        elements = edge.need, edge.received, edge.sent, edge.forth, edge.back
+        need, received, sent, forth, back = (size * item_bytes for size in elements)
         inside, rest = owned.active & alike & (volume > 0), np.where(viewed, 0.0, volume * item_bytes)
-        return EdgeMemory(edge.local, *sizes, devices_of(edge.need > 0), inside, devices_of(viewed), rest)
+        here = devices_of(edge.need > 0)
+        return EdgeMemory(edge.local, need, received, sent, forth, back, here, inside, devices_of(viewed), rest)
 
 
 def stages_of(layer: Layer, place: Place, flows: Sequence[bool], split: bool) -> list[StageMemory]:

@@ -308,13 +308,9 @@ class LimitedSearch:
                 groups.setdefault((self.model.kind(self.model.graph[name]), config), []).append(name)
         free = list[list[Strategy]]()  # by group, the plainer forms that take no longer
         for (_, c), names in groups.items():
-            forms = (
-                c.cells,
-                c.saving(recompute=False, states=c.states),
-                c.saving(recompute=c.recompute, states="replicated"),
-            )
-            moves = (dict.fromkeys(names, plain) for plain in dict.fromkeys(forms) if plain != c)
-            free.append([move for move in moves if self._change_s(strategy, move) <= slack])
+            without = c.saving(recompute=False, states=c.states), c.saving(recompute=c.recompute, states="replicated")
+            plainer = [dict.fromkeys(names, form) for form in dict.fromkeys((c.cells, *without)) if form != c]
+            free.append([move for move in plainer if self._change_s(strategy, move) <= slack])
         every = {name: config for moves in free for name, config in next(iter(moves), {}).items()}
         if self._change_s(strategy, every) <= slack and self.peak({**strategy, **every}) <= limit:
             return {**strategy, **every}
