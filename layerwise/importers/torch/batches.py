@@ -28,7 +28,7 @@ from layerwise.importers.torch.read.effects import OF_MODULES
 from layerwise.importers.torch.read.fed import Fed, fed_by
 from layerwise.importers.torch.runs import NotRunError, Trial, runnable
 from layerwise.importers.torch.samples import PARTS, MixedSamplesError, check_decided, independent
-from layerwise.importers.torch.trace import Dims, Imported, import_module
+from layerwise.importers.torch.trace import Imported, import_module
 from layerwise.importers.torch.traced_program import TRACING, samples_in
 from layerwise.importers.torch.unfused import UnlikeError, UnprovenError
 from layerwise.ops.base import Role
@@ -38,17 +38,15 @@ SAMPLES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
 TRACES = 2  # numbers of samples to try: a size that the model computes may be a multiple of one, too
 
 
-def import_once(
-    model: nn.Module, call: Call, name: str, dims: Dims | None = None, shared: Collection[str] | None = None
-) -> Imported:
+def import_once(model: nn.Module, call: Call, name: str, shared: Collection[str] | None = None) -> Imported:
     """`import_module`, at the example's batch, for a module that is the same network at every batch."""
     fed = fed_by(model, call, shared or ())
     for samples in distinct(model, call, fed):
         try:
-            return replace(_at(model, call, fed, samples, name, dims).rebatch(fed.batch), fed=fed)
+            return replace(_at(model, call, fed, samples, name).rebatch(fed.batch), fed=fed)
         except LayerwiseError:  # accepting no other batch is no error, and other errors mention the example's sizes
             break
-    return replace(import_module(model, call, name, dims), fed=fed)
+    return replace(import_module(model, call, name), fed=fed)
 
 
 def import_as_called(model: nn.Module, call: Call, name: str) -> Imported:
@@ -170,7 +168,7 @@ def _imported(model: nn.Module, call: Call, name: str, fed: Fed, runs: _Runs) ->
     batch, traces, different, refused = fed.batch, list[Imported](), list[LayerwiseError](), _depends("outputs")
     for samples in distinct(model, call, fed)[:TRACES]:
         try:
-            traces.append(_at(model, call, fed, samples, name, None, after=traces[-1] if traces else None))
+            traces.append(_at(model, call, fed, samples, name, after=traces[-1] if traces else None))
             imported = traces[-1].rebatch(batch)
         except LayerwiseError as error:
             refused = error
@@ -247,9 +245,7 @@ def distinct(model: nn.Module, call: Call, fed: Fed) -> list[int]:
     return [n for n in SAMPLES if n != fed.batch and all(extent % n for extent in sizes)]
 
 
-def _at(
-    model: nn.Module, call: Call, fed: Fed, samples: int, name: str, dims: Dims | None, after: Imported | None = None
-) -> Imported:
+def _at(model: nn.Module, call: Call, fed: Fed, samples: int, name: str, after: Imported | None = None) -> Imported:
     """A trace with `samples` samples, which have shapes and no values. after: an earlier trace whose changed numbers
     stay.
     """
@@ -260,7 +256,7 @@ def _at(
         with TRACING, mode:
             return torch.empty((samples, *x.shape[1:]), dtype=x.dtype, device=x.device, requires_grad=x.requires_grad)
 
-    return import_module(model, fed.map(empty, call), name, dims, after)
+    return import_module(model, fed.map(empty, call), name, after)
 
 
 def _difference(one: Imported, other: Imported) -> str | None:

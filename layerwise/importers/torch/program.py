@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -35,14 +35,12 @@ from layerwise.tensor import TensorSpec
 Stored = Mapping[str, Callable[[], torch.Tensor | None]]  # functions that return parameters and constants, by name
 
 
-def build_graph(
-    program: TracedProgram, title: str, dims: Sequence[Sequence[str | None]] | None, *, fixed: bool = False
-) -> tuple[LayerGraph, Stored]:
+def build_graph(program: TracedProgram, title: str, *, fixed: bool = False) -> tuple[LayerGraph, Stored]:
     """The layers of a program, and its own values.
 
-    dims: labels for each input. fixed: it has no other batch, and every rank is given all of it.
+    fixed: it has no other batch, and every rank is given all of it.
     """
-    importer = _Importer(program, title, dims)
+    importer = _Importer(program, title)
     graph = importer.graph()
     if not fixed:
         check_samples(graph)
@@ -50,7 +48,7 @@ def build_graph(
 
 
 class _Importer:
-    def __init__(self, program: TracedProgram, title: str, dims: Sequence[Sequence[str | None]] | None) -> None:
+    def __init__(self, program: TracedProgram, title: str) -> None:
         self.program = program = functional(decomposed(program))
         self.constants = Constants()
         self.values: dict[str, Operand | Rows] = {}
@@ -65,13 +63,9 @@ class _Importer:
         placer.builder.traced = program.device
         placer.builder.parameters = {s.target for s in program.sources if s.kind == "parameter"}
         inputs = [s for s in program.sources if s.kind == "input"]
-        if dims is not None and len(dims) != len(inputs):
-            raise LayerwiseError(
-                f"model {title!r} has {len(inputs)} tensor inputs, but dims has labels for {len(dims)}"
-            )
         self.batch = samples_in(s.value.shape for s in inputs)
-        for i, source in enumerate(inputs):
-            spec = input_spec(program, source, self.batch, None if dims is None else dims[i])
+        for source in inputs:
+            spec = input_spec(program, source, self.batch)
             self.values[source.value.name] = placer.activation(placer.builder.input(source.target, spec))
         shared = shared_parameters(program)
         for source in program.sources:
