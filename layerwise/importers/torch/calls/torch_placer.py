@@ -45,7 +45,7 @@ class TorchPlacer(Placer):
                 raise LayerwiseError(f"layer {name!r}: parameter {p.name!r} is used in several shapes")
         parameters = self._not_trained(op, inputs, parameters)
         trained = (p.spec.dtype for p in parameters if p.role != "constant")
-        names = [p.name for p in parameters]
+        names = [self.source(p) if p.activation else p.name for p in parameters]
         computed = [i for i, p in enumerate(parameters) if p.activation]
         return self.builder.add(name, op, [self.source(x) for x in inputs], names, next(trained, None), computed)
 
