@@ -27,7 +27,7 @@ from layerwise.importers.torch.read.arguments import Call
 from layerwise.importers.torch.read.effects import OF_MODULES
 from layerwise.importers.torch.read.fed import Fed, fed_by
 from layerwise.importers.torch.runs import NotRunError, Trial, runnable
-from layerwise.importers.torch.samples import PARTS, MixedSamplesError, check_decided, independent
+from layerwise.importers.torch.samples import PARTS, MixedSamplesError, check_decided, independent, of_some_batches
 from layerwise.importers.torch.trace import Imported, import_module
 from layerwise.importers.torch.traced_program import TRACING, samples_in
 from layerwise.importers.torch.unfused import UnlikeError, UnprovenError
@@ -185,34 +185,15 @@ def _imported(model: nn.Module, call: Call, name: str, fed: Fed, runs: _Runs) ->
                 graph = replace(alike.graph.rebatch(batch), unseen=effects)
                 return replace(alike, graph=graph, unproven=str(why), fed=fed)
             different += [_depends(str(_difference(t, traces[-1]))) for t in traces[:-1]]
-    if not traces:  # it accepts only the example's batch
-        if fed.shared:
-            raise refused
-        return _of_one_batch(import_module(model, call, name), fed, runs)
+    if not traces:
+        import_module(model, call, name)  # what it refuses at the example's own sizes is said of these
+        raise of_some_batches(refused)
     if different and isinstance(different[0], UnlikeError):  # is it wrong at another batch, or at any?
         with suppress(UnprovenError):
             compared(import_module(model, call, name), model, call, fed, batch)
         raise _depends(different[0].layer)
     layer = _difference(traces[0], traces[-1])
     raise different[0] if different else refused if layer is None else _depends(layer)
-
-
-def _of_one_batch(imported: Imported, fed: Fed, runs: _Runs) -> Imported:
-    """A module that was traced and proven at the example's batch."""
-    why = None
-    try:
-        found, trial = runs.shown(imported.graph)
-        if trial.samples == fed.batch or found.rows != fed.rows:
-            return runs.prove(imported, fed)
-        fed = found
-    except UnprovenError as error:
-        why = str(error)
-    try:
-        made = compared(imported, runs.model, runs.call, fed, fed.batch)
-    except UnprovenError as error:
-        return replace(imported, fed=fed, unproven=why or str(error))
-    _check_numbers(made, fed.uneven)
-    return replace(made, fed=fed, unproven=why)
 
 
 def _check_numbers(imported: Imported, uneven: Collection[int]) -> None:
