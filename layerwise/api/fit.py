@@ -182,17 +182,16 @@ def fit(
         if resumed is not None and schedule is not None:
             schedule.load_state_dict(resumed[1]["scheduler"])
 
-    def begin(steps: int) -> checkpoints.Writing | None:
+    def save(steps: int) -> None:
         nonlocal saved
-        if checkpoint is None or steps == saved:
-            return None
-        saved, state = steps, {} if schedule is None else {"scheduler": schedule.state_dict()}
-        return checkpoints.begin_saving(checkpoint, module, built, {**facts, "steps": steps, **state}, beside=False)
+        if checkpoint is not None and steps != saved:
+            saved, state = steps, {} if schedule is None else {"scheduler": schedule.state_dict()}
+            checkpoints.save(checkpoint, module, built, {**facts, "steps": steps, **state})
 
     fitted, printing, saving = (
         Fitted(module, built),
         of(module).comm.rank == 0 and options.verbose,
-        Saving(of(module).comm, begin),
+        Saving(of(module).comm, save),
     )
     with saving.signals.taken(stop=checkpoint is not None):
         while done < epochs * each:
@@ -208,8 +207,7 @@ def fit(
             fitted.history.append(epoch)
             if printing:
                 console().print(epoch.line(epochs), soft_wrap=True)
-            saving.save(done)
-            saving.finish()
+            save(done)
             _end_if_asked(saving, done)
     if plain:
         restore(module)

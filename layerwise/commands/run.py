@@ -183,7 +183,6 @@ def _session(args: argparse.Namespace, plan: Plan, comm: Comm) -> Session:
         compare=args.compare_single,
         folder=args.checkpoint,
         every=args.checkpoint_every,
-        mtbf_s=3600 * args.mtbf,
         on_nan=args.on_nan,
         trace=args.trace,
     )

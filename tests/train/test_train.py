@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Literal
 
 import pytest
@@ -120,33 +119,6 @@ def test_optimizers(optimizer: str) -> None:
     steps, losses, apart = trained(SPLITS["classes"], settings, 5)
     assert [step.loss for step in steps] == pytest.approx(losses, rel=1e-9)
     assert apart < 1e-9
-
-
-@pytest.mark.parametrize("split", ["data", "classes"])
-def test_a_step_with_a_finite_loss_and_infinite_gradients_is_left_out(split: str) -> None:
-    found = SPLITS[split]
-    data = data_for(found)
-
-    def rank(comm: Comm) -> tuple[list[float], list[int], bool]:
-        made = trainer(found, comm, data, Settings("adam", lr=0.02, clip=0.3))
-
-        class Steep(TaskObjective):
-            """Its loss in the second step has the same value, and an infinite slope."""
-
-            def loss(self, local: Fed, batch: int) -> Tensor:
-                value = super().loss(local, batch)
-                return value + (value - value.detach()).sqrt() if made.done == 1 else value
-
-        made.objective, made.skip = Steep(made.module, data.task, data.train), True
-        losses, states = [], [made.module.full_state_dict()]
-        for step in made.run(3, after=lambda _: states.append(made.module.full_state_dict())):
-            losses.append(step.loss)
-        same = [all(torch.equal(a[name], b[name]) for name in a) for a, b in pairwise(states)]
-        return losses, made.skipped, same == [False, True, False]
-
-    for losses, skipped, alike in run_threads(found.gpus, rank):
-        assert all(math.isfinite(loss) for loss in losses)
-        assert (skipped, alike) == ([2], True)
 
 
 def test_settings_reach_the_optimizer() -> None:
