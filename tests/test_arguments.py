@@ -155,3 +155,12 @@ def test_an_option_is_given_another_kind(given: dict[str, Any], message: str) ->
 
 def test_numbers_of_numpy_are_numbers() -> None:
     assert ParallelOptions(measure_s=np.float32(1), seed=np.int64(3)).seed == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("plan", "strategy="), ("verbose", r"options=ParallelOptions\(verbose=...\)"), ("sync_every", r"no_sync\(\)")],
+)
+def test_an_argument_that_moved_says_where_it_is(name: str, told: str) -> None:
+    with pytest.raises(LayerwiseError, match=f"takes no {name}=: .*{told}"):
+        layerwise.parallelize(nn.Linear(4, 2), X, **{name: 1})

@@ -33,8 +33,6 @@ from layerwise.run.parallel import of
 from layerwise.run.step_check import StepCheck
 from layerwise.search.plot.devices import layers
 from layerwise.search.rebuild import rebuild, replan
-from layerwise.trace import Trace
-from layerwise.train import compare_times
 from layerwise.train.compare import ALLOWED, ARITHMETIC
 from layerwise.train.flags import parser
 from layerwise.train.loop import OPTIMIZERS, Settings
@@ -96,10 +94,7 @@ def _run(args: argparse.Namespace, plan: Plan) -> int:
         session = _session(args, plan, comm)
         resumed = session.resume() if args.resume else None
         steps = args.steps if args.steps is not None else (args.epochs or 1) * session.sampler.per_epoch
-        if args.compare:
-            compare_times.check(plan, steps - session.first, args.accumulate)
-            of(session.module).trace = of(session.module).trace or Trace(device=comm.device)
-        trace, said = of(session.module).trace, list[str]()
+        said = list[str]()
         step_check = StepCheck.of(session.plan, said.append) if comm.rank == 0 else None
         of(session.module).step_check = step_check
         started = beginning(plan, data=session.data_text(), training=session.training_text(steps))
@@ -119,15 +114,9 @@ def _run(args: argparse.Namespace, plan: Plan) -> int:
         if session.saving.stopped:
             return STOPPED
         result = session.finish()
-        times = None
-        if args.compare and trace is not None:
-            seconds = [step.seconds for step in result.steps]
-            times = compare_times.compare_times(trace, session.module, seconds, comm)
         if comm.rank == 0:
-            told: dict[str, object] = {"times": times.as_dict()} if times else {}
-            told |= {"step_check": step_check.outcome} if step_check and step_check.outcome else {}
-            tables = started, ending(result, ALLOWED[args.dtype], args.dtype)
-            _print(args, session, result, [*tables, *(compare_times.tables(times) if times else ())], said, told)
+            told = {"step_check": step_check.outcome} if step_check and step_check.outcome else {}
+            _print(args, session, result, [started, ending(result, ALLOWED[args.dtype], args.dtype)], said, told)
         beyond = result.compare is not None and bool(result.compare.beyond(ALLOWED[args.dtype]))
         return int(comm.broadcast_text(str(int(beyond))))  # rank 0 has compared
 

@@ -114,11 +114,6 @@ def _add_how_it_runs(p: Parser) -> None:
     g.add_argument(
         "--compare-single", action="store_true", help="take the same steps on one device; exit 1 if they differ"
     )
-    g.add_argument(
-        "--compare",
-        action="store_true",
-        help="compare predicted and measured times by layer, and explain the differences",
-    )
     g.add_argument("--trace", metavar="FILE.json", help="write a Chrome trace of every rank")
     g.add_argument("--json", action="store_true", help="write the result as JSON to stdout, everything else to stderr")
     g.add_argument("--html", metavar="FILE.html", help="also write the result as a self-contained page")
