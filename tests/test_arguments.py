@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import layerwise
 from layerwise import Config, LayerwiseError, ParallelOptions
@@ -74,7 +75,7 @@ def right() -> dict[str, dict[str, Any]]:
         "register_op": {"target": "mylib::x", "build": lambda call: None},
         "restore": {"model": parallel},
         "save": {"model": parallel, "file": "nothing/nowhere.pt"},
-        "split": {"dataset": range(8), "model": parallel},
+        "split": {"loader": DataLoader(range(8), 4), "model": parallel},
         "timeline": {"model": model, "strategy": strategy},
     }  # fmt: skip
 
