@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from layerwise.checkpoint.optimizer_state import Owned, Prepared, describe, merged, prepare
 from layerwise.checkpoint.reader import SEAL, Reader, seal
 from layerwise.checkpoint.shards import file_name, write_shards
-from layerwise.checkpoint.step_folders import begin, commit, find, latest, sole_writer
+from layerwise.checkpoint.step_folders import begin, commit, find, latest
 from layerwise.comm.together import agree, patiently
 from layerwise.errors import LayerwiseError, nearest
 from layerwise.files import JSON
@@ -49,7 +49,7 @@ def save(
     path.
 
     Args:
-        directory: DIR, on a file system that all ranks share; no other run may save there.
+        directory: DIR, on a file system that all ranks share; give every run its own.
         module: The parallel model.
         optimizer: A torch.optim optimizer over its parameters; None: only the model is saved.
         progress: Values for `load` to return, such as epoch, counters and seeds; rank 0's are saved.
@@ -84,8 +84,6 @@ def save(
             raise LayerwiseError(f"'progress' must consist of JSON values: {error}") from None
         facts, states = describe(optimizer, owned(module)) if optimizer is not None else (None, [])
         local = [*map(_in_checkpoint, filter(_writes, of(module).shards())), *states]
-        if comm.rank == 0:
-            guards.enter_context(sole_writer(folder))
         if comm.device.type == "cuda":
             torch.cuda.synchronize(comm.device)  # a thread writes, whose stream is another
         name = begin(folder, steps).name if comm.rank == 0 else None
@@ -111,7 +109,7 @@ def save(
         if error is not None and comm.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
 
-    with ExitStack() as guards:  # no other run saves in this folder, and a failure leaves nothing behind
+    with ExitStack() as guards:  # a failure leaves nothing behind
         shards, answers = agree(comm, start, failed)
         temporary = folder / answers[0]["folder"]
         guards.push(remove)

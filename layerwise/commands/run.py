@@ -10,19 +10,21 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
 
 from layerwise.api.race import STEPS, WARM_UP, agreed_plans, kept, line, next_best, random_state_kept, timed
+from layerwise.checkpoint.reader import SEAL
 from layerwise.checkpoint.signals import STOPPED, handled
-from layerwise.checkpoint.step_folders import sole_writer
+from layerwise.checkpoint.step_folders import latest
 from layerwise.cli import check_files, console, run_main
 from layerwise.comm.base import Comm
 from layerwise.comm.guard import noted
 from layerwise.comm.start import leave, start
-from layerwise.comm.together import alone, patiently
+from layerwise.comm.together import agree, alone
 from layerwise.errors import LayerwiseError
-from layerwise.files import write_text
+from layerwise.files import check_writable, write_text
 from layerwise.plan import Plan, load_plan, parse_plan
 from layerwise.report import as_json, html, text
 from layerwise.report.content import Lines, Picture, Report, Table
@@ -39,7 +41,6 @@ from layerwise.train.loop import OPTIMIZERS, Settings
 from layerwise.train.report import Result, beginning, ending, steps_shown
 from layerwise.train.session import Session, enough_memory
 
-GONE = 3  # time-outs: after so long a rank of an earlier start has ended, one that is cut off, too
 PATIENCE_S = 10.0  # of ranks other than 0, before they report a mistake that all ranks can see
 
 
@@ -82,12 +83,12 @@ def _hushed(run: Callable[[], int]) -> int:
 
 
 def _run(args: argparse.Namespace, plan: Plan) -> int:
-    with start(args.timeout) as comm, contextlib.ExitStack() as places:
+    with start(args.timeout) as comm, contextlib.ExitStack() as memory:
         comm.handshake(_flags(args))
-        patiently(comm, lambda: (_take_places(args, comm.rank, places), None))
+        agree(comm, lambda: (_check_places(args, comm.rank), None))
         if args.replan and comm.size != plan.gpus:
             plan = _replanned(args, plan, comm)
-        places.enter_context(enough_memory(plan, comm.rank))
+        memory.enter_context(enough_memory(plan, comm.rank))
         raced = ""
         if args.race > 1 and comm.size > 1:
             plan, raced = _raced(args, plan, comm)
@@ -265,20 +266,23 @@ def _flags(args: argparse.Namespace) -> dict[str, str]:
     }
 
 
-def _take_places(args: argparse.Namespace, rank: int, places: contextlib.ExitStack) -> bool:
-    """LayerwiseError where rank 0 could not write: before the training. `places` holds the folder of checkpoints."""
+def _check_places(args: argparse.Namespace, rank: int) -> None:
+    """Raises LayerwiseError, before the training, if rank 0 could not write."""
     if rank:
-        return False
+        return
     check_files({"--trace": args.trace, "--html": args.html})
     if args.checkpoint is not None:
         try:
-            places.enter_context(sole_writer(args.checkpoint, GONE * args.timeout if args.resume else 0.0))
+            Path(args.checkpoint).mkdir(parents=True, exist_ok=True)
         except (OSError, ValueError) as error:
-            if isinstance(error, LayerwiseError):
-                raise
             reason = error.strerror if isinstance(error, OSError) else error  # ValueError: a path with a NUL
             raise LayerwiseError(f"--checkpoint {args.checkpoint}: {reason}") from error
-    return True
+        check_writable(Path(args.checkpoint) / SEAL)
+        if not args.resume and (saved := latest(args.checkpoint)) is not None:
+            raise LayerwiseError(
+                f"--checkpoint {args.checkpoint} has a checkpoint already ({saved.name}), and one of this run would be "
+                "taken for its next: go on from it with --resume, or name another folder"
+            )
 
 
 def _optimizer(args: argparse.Namespace, plan: Plan) -> str:

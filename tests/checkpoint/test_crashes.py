@@ -123,6 +123,13 @@ def test_a_disk_that_fills_while_pytorch_writes_is_one_sentence(tmp_path: Path) 
     assert not list(tmp_path.iterdir())
 
 
+def test_what_is_left_of_a_crash_goes_and_what_another_run_writes_stays(tmp_path: Path) -> None:
+    for step in (4, 5, 6):
+        (tmp_path / f".step-{step:08d}.tmp-12345678").mkdir(parents=True)
+    save(tmp_path, CutModule(SoloComm(), tensors(0), cutting(tensors(0), 1, 0), steps_done=5), None, {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".step-00000006.tmp-12345678", "step-00000005"]
+
+
 def test_a_bug_is_raised_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = shards.write_tensors
 

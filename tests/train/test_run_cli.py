@@ -149,6 +149,15 @@ def test_stopping_and_going_on_is_the_same_as_not_stopping(run: Run) -> None:
     assert (done["steps"], done["losses"], done["step_time_s"], done["bytes_sent"]) == (0, [], None, None)
 
 
+def test_a_run_does_not_save_beside_the_checkpoints_of_another(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("one.json", "--checkpoint", "ck", "--steps", "1")
+    run(*flags)
+    assert run_main(dispatch, ["run", *flags]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "--checkpoint ck has a checkpoint already (step-00000001)" in said
+    assert said.endswith("go on from it with --resume, or name another folder")
+
+
 def test_resuming_says_what_it_does(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("one.json", "--checkpoint", "ck", "--resume", "--steps", "3")
     assert "no checkpoint in ck: starting anew" in run(*flags, "--checkpoint-every", "2")
