@@ -85,7 +85,7 @@ def _hushed(run: Callable[[], int]) -> int:
 def _run(args: argparse.Namespace, plan: Plan) -> int:
     with start(args.timeout) as comm, contextlib.ExitStack() as memory:
         comm.handshake(_flags(args))
-        agree(comm, lambda: (_check_places(args, comm.rank), None))
+        agree(comm, partial(_check_places, args, comm.rank))
         if args.replan and comm.size != plan.gpus:
             plan = _replanned(args, plan, comm)
         memory.enter_context(enough_memory(plan, comm.rank))
@@ -266,12 +266,11 @@ def _flags(args: argparse.Namespace) -> dict[str, str]:
     }
 
 
-def _check_places(args: argparse.Namespace, rank: int) -> None:
-    """Raises LayerwiseError, before the training, if rank 0 could not write."""
-    if rank:
-        return
-    check_files({"--trace": args.trace, "--html": args.html})
-    if args.checkpoint is not None:
+def _check_places(args: argparse.Namespace, rank: int) -> tuple[None, None]:
+    """Raises LayerwiseError, before the training, if rank 0 could not write, or would write among another run's."""
+    if rank == 0:
+        check_files({"--trace": args.trace, "--html": args.html})
+    if rank == 0 and args.checkpoint is not None:
         try:
             Path(args.checkpoint).mkdir(parents=True, exist_ok=True)
         except (OSError, ValueError) as error:
@@ -283,6 +282,7 @@ def _check_places(args: argparse.Namespace, rank: int) -> None:
                 f"--checkpoint {args.checkpoint} has a checkpoint already ({saved.name}), and one of this run would be "
                 "taken for its next: go on from it with --resume, or name another folder"
             )
+    return None, None
 
 
 def _optimizer(args: argparse.Namespace, plan: Plan) -> str:
