@@ -112,7 +112,7 @@ def _run(args: argparse.Namespace, plan: Plan) -> int:
         else:
             for _ in session.train(steps):
                 pass
-        if session.saving.stopped:
+        if session.stopped:
             return STOPPED
         result = session.finish()
         if comm.rank == 0:
@@ -128,7 +128,7 @@ def _trained(args: argparse.Namespace, session: Session, steps: int) -> None:
     with steps_shown(where, steps, session.first) as show:
         for step in session.train(steps):
             show(step)
-    if session.saving.stopped:
+    if session.stopped:
         saved = f"SIGTERM: saved {session.latest}, from which --resume goes on; exit status {STOPPED}"
         console(stderr=args.json).print(saved, soft_wrap=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,7 +30,6 @@ from layerwise.train.compare import Difference, FinalState, arithmetic, differen
 from layerwise.train.data import load_data
 from layerwise.train.loop import Settings, Step, Trainer, sampler
 from layerwise.train.report import KINDS, Result
-from layerwise.train.saving import Saving
 from layerwise.train.score import Fed, TaskObjective, evaluate, held_out_loss, predicting
 from layerwise.version import __version__
 
@@ -60,7 +60,8 @@ class Session:
     ) -> None:
         self.plan, self.comm, self.options, self.settings = plan, comm, options, settings
         self.folder, self.first, self.steps = folder, 0, list[Step]()
-        self.saving, self.saved, self.on_nan = Saving(comm, self._save, every), -1, on_nan
+        self.signals, self.every, self.saved, self.on_nan = checkpoint.SaveSignals(comm), every, -1, on_nan
+        self.stopped = False  # whether SIGTERM has ended the training
         self._trace_to, self._weights, self._compare = trace, weights, compare
         values = "" if weights is None else fingerprint(weights)
         facts = {"plan": plan_digest(plan), "layerwise": __version__, "torch": torch.__version__}
@@ -128,18 +129,31 @@ class Session:
         return path
 
     def train(self, steps: int) -> Iterator[Step]:
-        """Yields each step up to the `steps`-th once its loss is known; ends early if `saving.stopped`."""
-        with self.saving.signals.taken(stop=self.folder is not None):
-            for step in self.trainer.run(steps, self.first, self.saving.after):
+        """Yields each step up to the `steps`-th once its loss is known; ends early if `stopped`."""
+        with self.signals.taken(stop=self.folder is not None):
+            for step in self.trainer.run(steps, self.first, self.after):
                 if self.on_nan == "stop" and not isfinite(step.loss):
                     self._stop(step.number, f"the loss is {step.loss}")
                 self.steps.append(step)
                 yield step
-                if step.number == self.trainer.done and self.saving.asked(step.number):
+                if step.number == self.trainer.done and self._asked(step.number):
                     return
             if self.steps:
                 self._save(steps)
-                self.saving.asked(steps)
+                self._asked(steps)
+
+    def after(self, done: int) -> None:
+        """Saves after this step, if it is time."""
+        if self.every and done % self.every == 0:
+            self._save(done)
+
+    def _asked(self, done: int) -> bool:
+        """Saves if a signal has asked for it, as its sender may end the job next. True: the training ends."""
+        number = self.signals.received()
+        if number is not None:
+            self._save(done)
+        self.stopped = self.stopped or number == signal.SIGTERM
+        return self.stopped
 
     def _save(self, done: int) -> None:
         if self.folder is None or done == self.saved:

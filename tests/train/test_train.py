@@ -20,7 +20,7 @@ from layerwise.run.load import load
 from layerwise.run.parallel import ParallelModule
 from layerwise.train.compare import FinalState, difference, final_state, largest
 from layerwise.train.data import Data, StepSampler, load_data
-from layerwise.train.loop import OPTIMIZERS, Settings, Step, Trainer, sampler
+from layerwise.train.loop import MOST, OPTIMIZERS, Settings, Step, Trainer, sampler, until_next
 from layerwise.train.score import Fed, TaskObjective, evaluate, held_out_loss
 from layerwise.train.sources import CheckedTensors
 from tests.comm.thread import run_threads
@@ -119,6 +119,11 @@ def test_optimizers(optimizer: str) -> None:
     steps, losses, apart = trained(SPLITS["classes"], settings, 5)
     assert [step.loss for step in steps] == pytest.approx(losses, rel=1e-9)
     assert apart < 1e-9
+
+
+def test_ranks_meet_twice_a_second_and_after_ten_steps_at_most() -> None:
+    """Steps that were fast may become slow, and then a signal must be heard all the same."""
+    assert [until_next(pace_s) for pace_s in (1e-4, 0.01, 0.1, 2.0)] == [MOST, MOST, 5, 1]
 
 
 def test_settings_reach_the_optimizer() -> None:
