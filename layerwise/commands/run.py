@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -24,21 +24,18 @@ from layerwise.comm.guard import noted
 from layerwise.comm.start import leave, start
 from layerwise.comm.together import agree, alone
 from layerwise.errors import LayerwiseError
-from layerwise.files import check_writable, write_text
+from layerwise.files import check_writable
 from layerwise.plan import Plan, load_plan, parse_plan
-from layerwise.report import as_json, html, text
-from layerwise.report.content import Lines, Picture, Report, Table
-from layerwise.report.figures import svg
+from layerwise.report import as_json, text
 from layerwise.run.compiling import settings_of
 from layerwise.run.options import RuntimeOptions, plan_digest, searched_with, uses_local_batch_norm
 from layerwise.run.parallel import of
 from layerwise.run.step_check import StepCheck
-from layerwise.search.plot.devices import layers
 from layerwise.search.rebuild import rebuild, replan
 from layerwise.train.compare import ALLOWED, ARITHMETIC
 from layerwise.train.flags import parser
 from layerwise.train.loop import OPTIMIZERS, Settings
-from layerwise.train.report import Result, beginning, ending, steps_shown
+from layerwise.train.report import beginning, ending, steps_shown
 from layerwise.train.session import Session, enough_memory
 
 PATIENCE_S = 10.0  # of ranks other than 0, before they report a mistake that all ranks can see
@@ -98,14 +95,13 @@ def _run(args: argparse.Namespace, plan: Plan) -> int:
         said = list[str]()
         step_check = StepCheck.of(session.plan, said.append) if comm.rank == 0 else None
         of(session.module).step_check = step_check
-        started = beginning(plan, data=session.data_text(), training=session.training_text(steps))
         if comm.rank == 0:
             lines = [raced] if raced else []
             if args.resume:
                 none = f"no checkpoint in {args.checkpoint}: starting anew"
                 lines.append(none if resumed is None else f"going on from {resumed}")
             out = console(stderr=args.json)
-            out.print(text.parts([started]))
+            out.print(text.parts([beginning(plan, data=session.data_text(), training=session.training_text(steps))]))
             for each in lines:
                 out.print(each, soft_wrap=True)
             _trained(args, session, steps)
@@ -116,8 +112,13 @@ def _run(args: argparse.Namespace, plan: Plan) -> int:
             return STOPPED
         result = session.finish()
         if comm.rank == 0:
-            told = {"step_check": step_check.outcome} if step_check and step_check.outcome else {}
-            _print(args, session, result, [started, ending(result, ALLOWED[args.dtype], args.dtype)], said, told)
+            out = console(stderr=args.json)
+            out.print(text.parts([ending(result, ALLOWED[args.dtype], args.dtype)]))
+            for note in (*said, *session.notes()):
+                out.print(note, soft_wrap=True)
+            if args.json:
+                told = {"step_check": step_check.outcome} if step_check and step_check.outcome else {}
+                print(as_json.text({**result.as_dict(), **told}))
         beyond = result.compare is not None and bool(result.compare.beyond(ALLOWED[args.dtype]))
         return int(comm.broadcast_text(str(int(beyond))))  # rank 0 has compared
 
@@ -178,37 +179,6 @@ def _session(args: argparse.Namespace, plan: Plan, comm: Comm) -> Session:
     )
 
 
-def _print(
-    args: argparse.Namespace,
-    session: Session,
-    result: Result,
-    tables: Sequence[Table],
-    said: Sequence[str],
-    told: Mapping[str, object],
-) -> None:
-    """The end of a run; with --html the whole of it as a page.
-
-    Args:
-        args: The command's arguments.
-        session: What has trained.
-        result: What it came to.
-        tables: What was said at the beginning, and what is to be said now.
-        said: Lines that the training has left.
-        told: What programs are told beside the result.
-    """
-    out, plan, notes = console(stderr=args.json), result.plan, [*said, *session.notes()]
-    out.print(text.parts(tables[1:]))
-    if args.html is not None:
-        picture = Picture(lambda: svg(layers(plan)), "the plan: layers from left to right, ranks from top to bottom")
-        shown = Report(plan.model, f" on {plan.gpus} ranks", [picture, *tables, Lines(notes)])
-        write_text(args.html, html.page(shown))
-        notes.append(f"page written to {args.html}")
-    for note in notes:
-        out.print(note, soft_wrap=True)
-    if args.json:
-        print(as_json.text({**result.as_dict(), **told}))
-
-
 def _world() -> int:
     """The number of ranks, as torchrun says."""
     return int(os.environ.get("WORLD_SIZE", "1"))
@@ -255,10 +225,10 @@ def _check(args: argparse.Namespace, plan: Plan) -> None:
 def _flags(args: argparse.Namespace) -> dict[str, str]:
     """Returns the flags that every rank must be given alike.
 
-    Not --json and --html, which are rank 0's, nor the names of files, whose contents are compared.
+    Not --json, which is rank 0's, nor the names of files, whose contents are compared.
     """
     said = {True: "yes", False: "no", None: ""}
-    own = ("plan", "weights", "json", "html")
+    own = ("plan", "weights", "json")
     return {
         f"--{name.replace('_', '-')}": said[value] if value is None or isinstance(value, bool) else str(value)
         for name, value in vars(args).items()
@@ -269,7 +239,7 @@ def _flags(args: argparse.Namespace) -> dict[str, str]:
 def _check_places(args: argparse.Namespace, rank: int) -> tuple[None, None]:
     """Raises LayerwiseError, before the training, if rank 0 could not write, or would write among another run's."""
     if rank == 0:
-        check_files({"--trace": args.trace, "--html": args.html})
+        check_files({"--trace": args.trace})
     if rank == 0 and args.checkpoint is not None:
         try:
             Path(args.checkpoint).mkdir(parents=True, exist_ok=True)

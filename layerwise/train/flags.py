@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     p = Parser(
         prog="layerwise run",
         main="--model --data --epochs --steps --optimizer --lr --dtype --weights --checkpoint --resume "
-        "--compare-single --html",
+        "--compare-single",
         description=(
             "Trains a planned network with the numbers of one device: every rank\ncomputes its part of every layer."
         ),
@@ -116,7 +116,6 @@ def _add_how_it_runs(p: Parser) -> None:
     )
     g.add_argument("--trace", metavar="FILE.json", help="write a Chrome trace of every rank")
     g.add_argument("--json", action="store_true", help="write the result as JSON to stdout, everything else to stderr")
-    g.add_argument("--html", metavar="FILE.html", help="also write the result as a self-contained page")
     g.add_argument(
         "--timeout", type=positive, default=30.0, metavar="S", help="seconds to wait for another rank (default: 30)"
     )

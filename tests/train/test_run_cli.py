@@ -15,7 +15,6 @@ from layerwise.__main__ import dispatch
 from layerwise.checkpoint import latest
 from layerwise.cli import run_main
 from layerwise.train.flags import parser
-from tests.report.page import Page
 from tests.train.command import MLP, RESULT, environment, strict
 
 Run = Callable[..., str]
@@ -60,17 +59,6 @@ def test_json_is_all_of_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     assert result["bytes_predicted"] == dict.fromkeys(result["bytes_sent"])  # a plan by hand says nothing
     assert result["compare"] is None
     assert "step 3/3" in err
-
-
-def test_a_page_has_what_was_said(run: Run) -> None:
-    said = run("one.json", "--steps", "3", "--html", "run.html")
-    assert said.rstrip().endswith("page written to run.html")
-    page = Path("run.html").read_text(encoding="utf-8")
-    found = [data for tag, data in Page(page).texts if tag in ("th", "td")]
-    assert f"{MLP} on 1 rank, 8 samples a batch, io sample" in found
-    assert all(f"{name}  " in said for name in found[::2])
-    assert all(text in said for text in found[1::2])
-    assert page.count("<svg") == 1
 
 
 def test_training_learns_and_follows_the_seed(run: Run) -> None:
