@@ -113,7 +113,8 @@ def test_weights_are_such_that_a_plan_can_have(whole_s: list[float], fixed: list
     whole, devices = np.array(whole_s), load("cpu,kinds=cpu:1+cpu@0.5:2").device_graph(3, 1)
     part = whole * (np.array(fixed) + (1 - np.array(fixed)) / parts)
     for vector in weight_vectors(whole, part, parts, devices):
-        assert parse_weights(list(vector), 3, "weights") == vector and 0 < min(vector) <= max(vector) <= MAX_WEIGHT
+        assert parse_weights(list(vector), 3, "weights") == vector
+        assert 0 < min(vector) <= max(vector) <= MAX_WEIGHT
 
 
 def test_a_device_that_would_make_a_step_slower_is_left_out() -> None:
