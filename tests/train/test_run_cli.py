@@ -1,9 +1,6 @@
 """layerwise run, as a user and as a program see it: in this process, with one rank."""
 
 import re
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +12,7 @@ from layerwise.__main__ import dispatch
 from layerwise.checkpoint import latest
 from layerwise.cli import run_main
 from layerwise.train.flags import parser
-from tests.train.command import MLP, RESULT, environment, strict
+from tests.train.command import MLP, RESULT, strict
 
 Run = Callable[..., str]
 
@@ -184,19 +181,3 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(commands) == 4
     for command in commands:  # the examples are valid
         parser().parse_args(command.split())
-
-
-def test_ctrl_c() -> None:
-    command = [sys.executable, "-m", "layerwise.run", "one.json", "--data", "synthetic", "--epochs", "500"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored where CI runs in the background
-    ) as process:  # fmt: skip
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("step"):
-                break
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert err == "layerwise: interrupted\n"
