@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -105,16 +104,15 @@ def save(
         seal(temporary, about, dict(file for file in written if file))
         return commit(temporary, steps, keep).name
 
-    def remove(error: object, *_: object) -> None:
-        if error is not None and comm.rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-
-    with ExitStack() as guards:  # a failure leaves nothing behind
-        shards, answers = agree(comm, start, failed)
-        temporary = folder / answers[0]["folder"]
-        guards.push(remove)
+    shards, answers = agree(comm, start, failed)
+    temporary = folder / answers[0]["folder"]
+    try:
         _, written = patiently(comm, lambda: (None, write()), failed)
         _, names = agree(comm, lambda: (None, complete(written)), failed)
+    except BaseException:
+        if comm.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
     return folder / str(names[0])
 
 
