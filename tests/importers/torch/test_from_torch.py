@@ -46,7 +46,6 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
     "gpt": (zoo.Gpt, (ids(4, 7),)),
     "vit": (zoo.Vit, (numbers(4, 3, 16, 16),)),
     "swin": (zoo.Swin, (numbers(3, 4, 4, 8),)),
-    "wide": (zoo.Wide, (numbers(3, 4, 6, 6),)),
     "encoder layer": (lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), (numbers(3, 5, 8),)),
     "decoder layer": (lambda: nn.TransformerDecoderLayer(8, 2, 16, 0.0, batch_first=True), (numbers(3, 5, 8),) * 2),
     "self-attention": (lambda: nn.MultiheadAttention(8, 2, batch_first=True), (numbers(3, 5, 8),) * 3),
