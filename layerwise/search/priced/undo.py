@@ -40,8 +40,8 @@ def without_vain_forms(model: CostModel, strategy: Strategy, fixed: Collection[s
     free = list[list[Strategy]]()  # by group, the changes that cost no time, largest first
     for (_, c), names in groups.items():
         less = c.cells, c.saving(recompute=False, states=c.states), c.saving(recompute=c.recompute, states="replicated")
-        moves = [dict.fromkeys(names, form) for form in dict.fromkeys(less) if form != c]
-        free.append([move for move in moves if added_s(move) <= slack])
+        plainer = [dict.fromkeys(names, form) for form in dict.fromkeys(less) if form != c]
+        free.append([move for move in plainer if added_s(move) <= slack])
     every = {name: config for moves in free if moves for name, config in moves[0].items()}
     if added_s(every) <= slack and fits(every):
         return {**strategy, **every}
