@@ -20,13 +20,13 @@ from benchmarks.common.live import Live
 from benchmarks.common.networks import NETWORKS
 from benchmarks.ranks.cluster_plan import in_short, measured_model, plans, priced_anew
 from benchmarks.ranks.cluster_variants import Ours, Variant, build, parameter_bytes
+from benchmarks.ranks.parts import WARM, parts_of
 from benchmarks.ranks.rank import PATIENCE_S, run
 from layerwise.comm.base import Comm
 from layerwise.comm.start import join_default_group
 from layerwise.run.base import PREDICTED
 from layerwise.run.parallel import of
 from layerwise.trace import Trace
-from layerwise.train.compare_times import WARM, compare_times
 
 SLOW_S = 4.0  # a first step longer than this is no different from the next
 LINKS = 0.1  # of the time for measuring is for links
@@ -102,12 +102,12 @@ def live_bytes(variant: Variant) -> int:
 
 
 def by_part(variant: Ours, comm: Comm) -> dict[str, object]:
-    """Predicted beside measured seconds of every layer's parts, in further steps of which two do not count."""
+    """Predicted beside measured seconds of a step's parts, in further steps of which two do not count."""
     of(variant.module).trace = trace = Trace()
     record = Record()
     block(variant, WARM + 2, record)
     of(variant.module).trace = None
-    return compare_times(trace, variant.module, record.times, comm).as_dict()
+    return parts_of(trace, variant.module, record.times, comm)
 
 
 def agreed(value: float) -> float:

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -36,7 +36,6 @@ from layerwise.progress import progress_bar
 from layerwise.run.parallel import ParallelModule, of, restore
 from layerwise.train.data import StepSampler
 from layerwise.train.loop import Trainer, least
-from layerwise.train.saving import Saving
 from layerwise.train.sources import Batch
 
 BATCH = 32  # samples of all ranks together, by default
@@ -182,42 +181,49 @@ def fit(
         if resumed is not None and schedule is not None:
             schedule.load_state_dict(resumed[1]["scheduler"])
 
-    def begin(steps: int) -> checkpoints.Writing | None:
+    def save(steps: int) -> None:
         nonlocal saved
-        if checkpoint is None or steps == saved:
-            return None
-        saved, state = steps, {} if schedule is None else {"scheduler": schedule.state_dict()}
-        return checkpoints.begin_saving(checkpoint, module, built, {**facts, "steps": steps, **state}, beside=False)
+        if checkpoint is not None and steps != saved:
+            saved, state = steps, {} if schedule is None else {"scheduler": schedule.state_dict()}
+            checkpoints.save(checkpoint, module, built, {**facts, "steps": steps, **state})
 
-    fitted, printing, saving = (
-        Fitted(module, built),
-        of(module).comm.rank == 0 and options.verbose,
-        Saving(of(module).comm, begin),
-    )
-    with saving.signals.taken(stop=checkpoint is not None):
+    def end_if_asked(steps: int) -> None:
+        """Saves if a signal has asked for it. Raises SystemExit if that is SIGTERM."""
+        number = signals.received()
+        if number is not None:
+            save(steps)
+        if number == signal.SIGTERM:
+            sys.exit(checkpoints.STOPPED)
+
+    fitted, printing = Fitted(module, built), of(module).comm.rank == 0 and options.verbose
+    with checkpoints.SaveSignals(of(module).comm).taken(stop=checkpoint is not None) as signals:
         while done < epochs * each:
             first, done = done, (done // each + 1) * each
-            loss_of, seconds, samples = _epoch(trainer, first, done, saving, quiet=not printing)
+            loss_of, seconds, samples = _epoch(trainer, first, done, end_if_asked, quiet=not printing)
             if schedule is not None:
                 schedule.step()
             results: dict[str, float] = {}
             if evaluation is not None:
                 with objective.arithmetic():
-                    results = evaluate(module, evaluation, loss, metrics or {}, partial(_end_if_asked, saving, done))
+                    results = evaluate(module, evaluation, loss, metrics or {}, partial(end_if_asked, done))
             epoch = Epoch(done // each, loss_of, seconds, samples, results)
             fitted.history.append(epoch)
             if printing:
                 console().print(epoch.line(epochs), soft_wrap=True)
-            saving.save(done)
-            saving.finish()
-            _end_if_asked(saving, done)
+            save(done)
+            end_if_asked(done)
     if plain:
         restore(module)
     return fitted
 
 
-def _epoch(trainer: Trainer[Batch], first: int, end: int, saving: Saving, *, quiet: bool) -> tuple[float, float, int]:
-    """Takes steps `first` to `end`. Returns their loss, the seconds of the slowest rank, and their samples."""
+def _epoch(
+    trainer: Trainer[Batch], first: int, end: int, after: Callable[[int], None], *, quiet: bool
+) -> tuple[float, float, int]:
+    """Takes steps `first` to `end`. Returns their loss, the seconds of the slowest rank, and their samples.
+
+    after: called with the steps that are done, where all ranks have met.
+    """
     began, loss, samples = time.perf_counter(), 0.0, 0
     with progress_bar("training", quiet=quiet) as bar:
         for step in trainer.run(end, first):
@@ -225,15 +231,9 @@ def _epoch(trainer: Trainer[Batch], first: int, end: int, saving: Saving, *, qui
             if bar is not None:
                 bar(step.number - first, end - first)
             if step.number == trainer.done < end:  # after the last the scheduler steps before anything is saved
-                _end_if_asked(saving, step.number)
+                after(step.number)
     everyone: list[float] = of(trainer.module).comm.all_gather_object(time.perf_counter() - began)
     return loss / samples, max(everyone), samples
-
-
-def _end_if_asked(saving: Saving, done: int) -> None:
-    """Saves where a signal asks for it; SystemExit where that is SIGTERM."""
-    if saving.asked(done):
-        sys.exit(checkpoints.STOPPED)
 
 
 def _module(

@@ -70,7 +70,7 @@ def test_sigterm_to_one_rank_saves_on_all_and_ends_them(who: int, capsys: pytest
     steps = int(saved.name.removeprefix("step-"))
     assert 7 <= steps < 60  # a rank reads 4 samples a step; half a second later at most all agree
     rest = undisturbed(steps + 4, capsys, "--resume")
-    assert undisturbed(steps + 4, capsys)[steps:] == pytest.approx(rest, rel=1e-9)
+    assert undisturbed(steps + 4, capsys, "--checkpoint", "other")[steps:] == pytest.approx(rest, rel=1e-9)
 
 
 def test_a_checkpoint_that_is_asked_for_is_there_at_once() -> None:
@@ -142,4 +142,4 @@ def test_slurms_recipe(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert saved is not None
     steps = int(saved.name.removeprefix("step-"))
     rest = undisturbed(steps + 2, capsys, "--resume")
-    assert undisturbed(steps + 2, capsys)[steps:] == pytest.approx(rest, rel=1e-9)
+    assert undisturbed(steps + 2, capsys, "--checkpoint", "other")[steps:] == pytest.approx(rest, rel=1e-9)
