@@ -223,9 +223,7 @@ def with_constants(
 
     from layerwise.tensorfile import dtype_name
 
-    own, graph = set(network.keys.values()), network.graph
-    names = {layer.name.partition(":")[0] for layer in graph.layers if layer.role is Role.CONSTANT}
-    computed = sorted(name for name in names - own if name in network.stored)
+    graph, computed = network.graph, sorted(network.stored.keys() - {*network.keys, *network.keys.values()})
     if network.module is None or graph.dtype == dtype_name(dtype) or not computed:
         return network
     module = copy.deepcopy(network.module).to(dtype)
