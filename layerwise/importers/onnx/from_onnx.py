@@ -22,8 +22,6 @@ from layerwise.importers.onnx.inputs import model_inputs
 from layerwise.importers.onnx.ops.table import row
 from layerwise.importers.onnx.sharing import PlacedValue
 
-Dims = Sequence[Sequence[str | None]]
-
 
 @checked
 def from_onnx(
@@ -31,7 +29,6 @@ def from_onnx(
     *,
     batch: Count | None = None,
     name: str | None = None,
-    dims: Dims | None = None,
     sizes: Mapping[str, Count] | None = None,
 ) -> LayerGraph:
     """Returns the layers of an .onnx file at `batch` samples, unfused.
@@ -45,7 +42,6 @@ def from_onnx(
         path: Path of the file.
         batch: The global batch size. None: the file's own, or 1.
         name: Name of the graph.
-        dims: Labels of every input's dimensions, as in `from_torch`.
         sizes: Sizes of named dimensions, other than the batch, that the model leaves open.
 
     Returns:
@@ -66,7 +62,7 @@ def from_onnx(
     """
     if batch is not None and (isinstance(batch, bool) or not isinstance(batch, int) or batch < 1):
         raise LayerwiseError(f"the global batch must be at least 1, not {batch}")
-    imported = _imported(path, batch, name, dims, sizes)
+    imported = _imported(path, batch, name, sizes)
     graph = imported.graph
     if imported.unsampled and batch not in (None, graph.batch):
         raise LayerwiseError(
@@ -84,7 +80,7 @@ def load_onnx_weights(path: str | Path, *, sizes: Mapping[str, int] | None = Non
 
     Each is read when it is accessed, external data from a memory map: copy it before you write to it.
     """
-    return _Weights(_imported(path, None, None, None, sizes).values)
+    return _Weights(_imported(path, None, None, sizes).values)
 
 
 class _Weights(Mapping[str, NDArray[np.generic]]):
@@ -101,15 +97,13 @@ class _Weights(Mapping[str, NDArray[np.generic]]):
         return len(self._values)
 
 
-def _imported(
-    path: str | Path, batch: int | None, name: str | None, dims: Dims | None, sizes: Mapping[str, int] | None
-) -> OnnxNetwork:
+def _imported(path: str | Path, batch: int | None, name: str | None, sizes: Mapping[str, int] | None) -> OnnxNetwork:
     file, given = Path(path), dict(sizes or {})
     wrong = {k: v for k, v in given.items() if isinstance(v, bool) or not isinstance(v, int) or v < 1}
     if wrong:
         raise LayerwiseError(f"sizes must be at least 1, not {wrong}")
     model = _composites_inlined(read_onnx(file), file.parent, given)
-    inputs = model_inputs(model.graph, batch, dims, given)
+    inputs = model_inputs(model.graph, batch, given)
     return build_graph(model, file.parent, name or file.stem, inputs, given)
 
 
