@@ -15,11 +15,13 @@ from functools import cached_property, partial
 import numpy as np
 
 from layerwise.config import Config
-from layerwise.cost.additive import Choice, Costs
+from layerwise.cost.additive import Choice, Costs, edges_of
 from layerwise.cost.memory.rows import ByteRows, byte_rows, is_view
 from layerwise.cost.memory.step import fullest_bytes
 from layerwise.cost.model import Configs, CostModel, EdgeName, Progress
+from layerwise.cost.terms import LAYER_TERMS
 from layerwise.geometry.arrays import Floats, Ints, Mask
+from layerwise.graph.layer import Layer
 from layerwise.search.priced.additive import (
     Minimise,
     Problem,
@@ -35,7 +37,7 @@ from layerwise.search.priced.moves import PEAKS, STARTS, Moves, lightest
 from layerwise.search.priced.prices import Prices, least_rows
 from layerwise.search.priced.variants import OFFERS, Forms, Strategy, Variants
 from layerwise.search.solve.eliminate import sums_of
-from layerwise.search.solve.narrow import PAYS, SLACK, exact_costs, node_costs, rough_tables
+from layerwise.search.solve.narrow import PAYS, SLACK, node_costs, restrict, rough_tables
 
 Met = tuple[Sequence[Strategy], Sequence[int]]  # what was met, and the rows that were looked at
 WORK = 5e6  # sums of an elimination
@@ -155,6 +157,7 @@ class LimitedSearch:
         self.forms = Forms.of(model.graph, model.devices.count, offer, fixed)
         self.minimise = by_elimination(memory_bytes)
         self.edges = [(u, v) for u, v, _ in model.graph.edges()]
+        self.edges_of = edges_of((layer.name for layer in model.graph.layers), model.graph.edges())
         may = self.forms.recomputable - self.forms.fixed
         self._views = [(u, v) for u, v in self.edges if u in may and v in may and is_view(model.graph[v])]
 
@@ -164,17 +167,18 @@ class LimitedSearch:
         hand = next(iter(begun.fitting), None)
         if hand is None and self._bytes_alone[2].bound > limit * SLACK:
             return Within(limit, (), np.inf, np.inf, (), 0)
-        space = Variants.of(self._cells_within(np.inf if hand is None else self.cost(hand)), self.forms)
+        space = Variants.of(self.cells if hand is None else self._cells_within(self.cost(hand)), self.forms)
         tables = self._tables(space, rough_tables(self.model, space.bases, self.progress).transfer)
         left = self._left(limit, tables, hand, begun.met)
         if left.prices.bound == np.inf:
             return Within(limit, tuple(left.fitting), left.seen.cost, left.seen.cost, (), 0)
         lower_s = left.lower_s
         while True:
-            within = self._exactly(limit, left, lower_s)
+            within, below = self._exactly(limit, left, lower_s)
             if not within.strategies or within.lower_bound_s * (1 + CLOSE) >= within.cost_s:
                 return within
-            gained = within.cost_s < left.seen.cost * (1 - GAP)
+            # If all that was promising was searched, it is not searched again for the sake of a faster strategy.
+            gained = below < left.seen.cost and within.cost_s < left.seen.cost * (1 - GAP)
             left = self._left(limit, left.tables, within.strategies[0], left.met)
             lower_s = min(max(within.lower_bound_s, left.lower_s), within.cost_s)
             if not gained or left.prices.bound == np.inf:
@@ -208,8 +212,11 @@ class LimitedSearch:
     def _cost_of(self, space: Variants, choice: Choice) -> float:
         return self.cost(space.strategy(choice))
 
-    def _exactly(self, limit: float, left: _Left, lower_s: float) -> Within:
-        """The answer of what is promising, with transfers as they are. lower_s: seconds that all take that fit."""
+    def _exactly(self, limit: float, left: _Left, lower_s: float) -> tuple[Within, float]:
+        """The answer of what is promising, with exact transfers, and the seconds that all else takes at least.
+
+        lower_s: seconds that all take that fit.
+        """
         keep, below = left.promising(self.edges, WORK)
         few = left.tables.restrict(keep)
         space, transfer = few.space, self.model.tables(few.space.bases, self.progress).transfer
@@ -224,7 +231,8 @@ class LimitedSearch:
         cost, price = min(map(self.cost, strategies), default=np.inf), prices.price
         dearest = sorted(price.items(), key=lambda row: -row[1])
         told = tuple(MemoryPrice(few.rows.instants[row], 0, seconds) for row, seconds in dearest)
-        return Within(limit, tuple(strategies), cost, min(cost, bound), told, sum(map(len, space.configs.values())))
+        count = sum(map(len, space.configs.values()))
+        return Within(limit, tuple(strategies), cost, min(cost, bound), told, count), below
 
     def least(self, known: Sequence[Strategy], wanted: float = 0.0) -> Least:
         """The least memory of all strategies. known: strategies over `cells` to begin with.
@@ -270,7 +278,7 @@ class LimitedSearch:
 
     def cost(self, strategy: Strategy) -> float:
         """Equation 1."""
-        return self.model.once(("equation 1", *strategy.values()), lambda: sum(exact_costs(self.model, [strategy])[0]))
+        return self.model.step_s(strategy)
 
     def _tables(self, space: Variants, transfer: Mapping[EdgeName, Floats]) -> _Tables:
         time = Costs(node_costs(self.model, space.configs), transfer)
@@ -294,22 +302,36 @@ class LimitedSearch:
 
     def _plain(self, limit: float, strategy: Strategy) -> Strategy:
         """The strategy without forms that save memory in vain: of equal layers together, where that takes no longer."""
-        groups = dict[tuple[int, Config], list[str]]()
+        groups, slack = dict[tuple[int, Config], list[str]](), (SLACK - 1) * self.cost(strategy)
         for name, config in strategy.items():
             if name not in self.forms.fixed:
                 groups.setdefault((self.model.kind(self.model.graph[name]), config), []).append(name)
-        for (_, config), names in groups.items():
-            recompute, states = config.recompute, config.states
-            for plain in (
-                config.cells,
-                config.saving(recompute=False, states=states),
-                config.saving(recompute=recompute, states="replicated"),
-            ):
-                other = {**strategy, **dict.fromkeys(names, plain)}
-                if plain != config and self.cost(other) <= self.cost(strategy) * SLACK and self.peak(other) <= limit:
-                    strategy = other
+        free = list[list[Strategy]]()  # by group, the plainer forms that take no longer
+        for (_, c), names in groups.items():
+            without = c.saving(recompute=False, states=c.states), c.saving(recompute=c.recompute, states="replicated")
+            plainer = [dict.fromkeys(names, form) for form in dict.fromkeys((c.cells, *without)) if form != c]
+            free.append([move for move in plainer if self._change_s(strategy, move) <= slack])
+        every = {name: config for moves in free for name, config in next(iter(moves), {}).items()}
+        if self._change_s(strategy, every) <= slack and self.peak({**strategy, **every}) <= limit:
+            return {**strategy, **every}
+        for moves in free:
+            for move in moves:
+                if self._change_s(strategy, move) <= slack and self.peak({**strategy, **move}) <= limit:
+                    strategy = {**strategy, **move}
                     break
         return strategy
+
+    def _change_s(self, strategy: Strategy, move: Strategy) -> float:
+        """Seconds by which new configurations of some layers make a strategy slower."""
+        model, after = self.model, {**strategy, **move}
+        change = 0.0
+        for name in move:
+            layer = model.graph[name]
+            change += model.layer_s(layer, after[name]) - model.layer_s(layer, strategy[name])
+        for edge in dict.fromkeys(edge for name in move for edge in self.edges_of[name]):
+            change += model.pair_s(edge, (after[edge[0]], after[edge[1]]))
+            change -= model.pair_s(edge, (strategy[edge[0]], strategy[edge[1]]))
+        return change
 
     def _begun(self, limit: float, known: Sequence[Strategy]) -> _Left:
         """A fast strategy that fits, of the cells of those that are known, in whatever forms, if there is one."""
@@ -330,19 +352,23 @@ class LimitedSearch:
 
     def _cells_within(self, upper: float) -> Configs:
         """The cells that a strategy of at most this cost can have, in whatever form."""
-        cells: Configs = self.cells
-        kept = tuple(form for form in self.forms.offered if not form[0])  # to be recomputed costs more
-        forms = replace(self.forms, offered=kept)
-        for watched in ((0,), None) if np.isfinite(upper) else ():  # as in `narrow`
-            model, progress, own = self.model, self.progress, dict[str, Floats]()
-            for name, these in cells.items():
-                formed = forms.of_layers(name, these)
-                cost = model.node_cost(model.graph[name], tuple(formed)).total
-                own[name] = least_by_base(cost, np.array(list(formed.values())))[0]
-            tables = model.tables(cells, progress, watched) if watched else rough_tables(model, cells, progress)
-            lower = lower_bounds(Costs(own, tables.transfer), {name: np.arange(len(c)) for name, c in cells.items()})
-            cells = {
-                name: tuple(c for c, least in zip(these, lower[name].tolist(), strict=True) if least <= upper * SLACK)
-                for name, these in cells.items()
-            }
-        return cells
+        tables = self.model.tables(self.cells, self.progress, (0,))  # as in `narrow`
+        # First without what forms change, so that few cells are priced in all of them.
+        for seconds in (self._least_s, self._formed_s):
+            own = {name: seconds(self.model.graph[name], these) for name, these in tables.configs.items()}
+            base = {name: np.arange(len(these)) for name, these in tables.configs.items()}
+            lower = lower_bounds(Costs(own, tables.transfer), base)
+            tables = restrict(tables, {name: least <= upper * SLACK for name, least in lower.items()})
+        return tables.configs
+
+    def _least_s(self, layer: Layer, cells: tuple[Config, ...]) -> Floats:
+        """(C,) seconds that a layer takes in any form: without its update, and without sums and gathers of states."""
+        cost = self.model.node_cost(layer, cells)
+        return cost.total - cost.compute.update - sum(cost.seconds[term.name] for term in LAYER_TERMS if term.by_states)
+
+    def _formed_s(self, layer: Layer, cells: tuple[Config, ...]) -> Floats:
+        """(C,) the seconds of a layer in its fastest form; recomputation only adds to them."""
+        forms = replace(self.forms, offered=tuple(form for form in self.forms.offered if not form[0]))
+        formed = forms.of_layers(layer.name, cells)
+        cost = self.model.node_cost(layer, tuple(formed)).total
+        return least_by_base(cost, np.array(list(formed.values())))[0]
