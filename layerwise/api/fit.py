@@ -77,7 +77,7 @@ class Fitted:
 @checked
 @handled(noted, signal.SIGUSR1)  # outside of the steps there is nothing to save
 def fit(
-    model: Model | ParallelModule,
+    model: Model,
     data: object,
     loss: Metric,
     optimizer: OptimizerLike,
@@ -101,11 +101,10 @@ def fit(
 
     The samples are shuffled by `options.seed` and the epoch alone, so losses and weights do not depend on the number of
     ranks. No sample is left out: a rest of less than half a batch joins the last batch. At the end an nn.Module is
-    plain again and has the trained values. A model that was parallel before, one of the meta device, and one of a file
-    stay parallel.
+    plain again and has the trained values. A model of the meta device and one of a file stay parallel.
 
     Args:
-        model: What `parallelize` takes, or what it returned.
+        model: What `parallelize` takes; it makes the model parallel by itself.
         data: (inputs, targets) tensors, or a map-style Dataset of (input, target); all ranks give the same.
         loss: A function of outputs and targets that is a mean over samples. One with class weights or ignored targets
             is refused, because its value would depend on the number of ranks.
@@ -123,8 +122,7 @@ def fit(
         checkpoint: A folder that all ranks share. It is written after every epoch, and where SIGUSR1 or SIGTERM asks
             for it; SIGTERM then ends the program with `checkpoint.STOPPED`.
         resume: Whether to go on from the checkpoint, which may be another number of ranks'.
-        options: Those of `parallelize`; the optimizer is known. A model that is parallel already takes `seed` and
-            `verbose` alone.
+        options: Those of `parallelize`; the optimizer is known.
         keywords: The other arguments of `parallelize`: strategy, memory_limit, compile and device_mesh.
 
     Returns:
@@ -142,12 +140,6 @@ def fit(
     """
     check_loss(loss)
     check_optimizer(optimizer, scheduler)
-    planning = replace(options, seed=DEFAULT.seed, verbose=DEFAULT.verbose) != DEFAULT
-    if isinstance(model, ParallelModule) and (keywords or planning):
-        raise LayerwiseError(
-            f"{next(iter(keywords), 'options')}= says how to make a model parallel, but this one is already: give it "
-            "to the call of parallelize that made it"
-        )
     check_autocast(autocast)
     if autocast == torch.float16:
         raise LayerwiseError(
@@ -164,8 +156,7 @@ def fit(
     for source in (train, evaluation):
         if source is not None and source.target is not None:
             check_targets(loss, source.target, source.name)
-    plain = isinstance(model, nn.Module) and not isinstance(model, ParallelModule)
-    plain = plain and not any(p.is_meta for p in model.parameters())  # type: ignore[union-attr]
+    plain = isinstance(model, nn.Module) and not any(p.is_meta for p in model.parameters())
     settings = replace(options, optimizer=planned(optimizer))
     module = _module(model, train, batch, settings, {"autocast": autocast, **keywords})
     built = build(optimizer, module)
@@ -237,18 +228,12 @@ def _epoch(
 
 
 def _module(
-    model: Model | ParallelModule,
+    model: Model,
     train: Feed,
     batch: int | None,
     options: ParallelOptions,
     keywords: Mapping[str, Any],
 ) -> ParallelModule:
-    if isinstance(model, ParallelModule):
-        if batch not in (None, of(model).plan.batch):
-            raise LayerwiseError(
-                f"the model is planned for batches of {model.plan.batch}, not {batch}: leave batch= out"
-            )
-        return model
     ranks = ranks_here() if options.comm is None else options.comm.size
     if train.count < ranks:
         raise LayerwiseError(f"the data set has {train.count} samples, too few for {ranks} ranks: start fewer")

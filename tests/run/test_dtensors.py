@@ -178,7 +178,12 @@ def test_dcp_saves_and_another_plan_and_another_number_of_ranks_go_on(tmp_path: 
     of = {"sgd": "states", "adamw": "fewer"}[optimizer]
     early, late = run_ranks(4, f"{STATES}saved", PLANS[of][1], folder, optimizer)[0]
     close(late, wanted)
+    on_one: dtensor_ranks.Cuts = [{}] * 4  # rank 1 has no parameters
+    close(run_ranks(2, f"{STATES}saved", on_one, f"{folder} of one", optimizer)[0][1], wanted)
+    for state in run_ranks(2, f"{STATES}resumed", PLANS["channels"][1], f"{folder} of one", optimizer):
+        close(state, wanted)
     others = [
+        (2, on_one),
         (4, PLANS["spatial"][1]),
         (4, PLANS["states"][1]),
         (2, PLANS["channels"][1]),
