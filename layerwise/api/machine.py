@@ -150,13 +150,12 @@ def _checked(planner: Planner, base: Machine, budget_s: float) -> Machine:
     topology = find_topology(comm)
     changed = changed_links(comm, profile.links, topology) if known and profile.links else None
     if changed and not budget_s:
-        return replace(base, notes=(*notes, changed.replace("links are measured again", "nothing is measured now")))
-    if changed or not known or profile.links is None:
-        notes += [changed] if changed else []
-        if budget_s:
-            with progress_bar("measuring links", quiet=comm.rank > 0) as progress:
-                links = measure_links(comm, topology, LINKS * budget_s, progress)
-            profile = with_links(profile, links, topology, link_conditions(comm, topology))
+        return replace(base, notes=(*notes, f"{changed}; nothing is measured now"))
+    if budget_s and (changed or not known or profile.links is None):
+        notes += [f"{changed}; measuring the links again"] if changed else []
+        with progress_bar("measuring links", quiet=comm.rank > 0) as progress:
+            links = measure_links(comm, topology, LINKS * budget_s, progress)
+        profile = with_links(profile, links, topology, link_conditions(comm, topology))
     if not budget_s:
         return Machine(profile, MEASURED.format(file), tuple(notes))
     profile, changed = _layers(planner, profile, began + budget_s - time.monotonic())

@@ -66,7 +66,7 @@ class Session:
         values = "" if weights is None else fingerprint(weights)
         facts = {"plan": plan_digest(plan), "layerwise": __version__, "torch": torch.__version__}
         comm.handshake(facts | {"the content of --weights": values})
-        network = load_network(*planned_call(plan.model, model, plan.batch, plan.provenance))
+        network = load_network(*planned_call(plan.model, model, plan.batch, plan.provenance), options.dtype)
         graph = fuse(network.graph) if plan.fused else network.graph
         self.data = load_data(data, graph, options.seed)
         self.sampler = sampler(plan, self.data.train.count, settings.accumulate, options.seed)
