@@ -51,6 +51,7 @@ REFUSED = [
     ("search quits:net --gpus 4", "raised SystemExit: 5"),
     ("search networks:missing --gpus 4", "module 'networks' has no 'missing'"),
     ("search networks:alone --gpus 4", "returned no example inputs"),
+    ("search networks:on_meta --gpus 4", "returned inputs on the meta device and a module with values"),
     ("search networks:number --gpus 4", "returned int, but must return an nn.Module"),
     ("search networks:faulty --gpus 4", "raised RuntimeError: out of luck (" + "{here}/networks.py:17)"),
     ("search networks:leaves --gpus 4", "raised SystemExit: 3"),
