@@ -44,8 +44,8 @@ def called(spec: str, input_shape: tuple[int, ...] | None = None) -> tuple[nn.Mo
     places = {x.device.type for x in inputs if isinstance(x, torch.Tensor)}
     if "meta" in places and any(p.device.type != "meta" for p in network.parameters()):
         raise LayerwiseError(
-            f"model {spec!r} returned inputs on the meta device and a module with values: return inputs with values, or "
-            "build the module on the meta device, too"
+            f"model {spec!r} returned inputs on the meta device and a module with values: return inputs with "
+            "values, or build the module on the meta device, too"
         )
     return network, inputs
 

@@ -53,7 +53,7 @@ REFUSED = [
     ("search networks:alone --gpus 4", "returned no example inputs"),
     ("search networks:on_meta --gpus 4", "returned inputs on the meta device and a module with values"),
     ("search networks:number --gpus 4", "returned int, but must return an nn.Module"),
-    ("search networks:faulty --gpus 4", "raised RuntimeError: out of luck (" + "{here}/networks.py:17)"),
+    ("search networks:faulty --gpus 4", "raised RuntimeError: out of luck (" + "{here}/networks.py:18)"),
     ("search networks:leaves --gpus 4", "raised SystemExit: 3"),
     ("search networks:needy --gpus 4", "raised TypeError: needy() missing 1 required"),
     ("search networks:wrong_inputs --gpus 4", "torch.export fails"),
