@@ -84,7 +84,6 @@ def run(kind: str, nodes: int, rate: str, args: argparse.Namespace) -> Cell:
     )
     quota = args.cpu_quota or quota_of(f"{nodes}x1")
     flags = ["--nodes", str(nodes), "--rate", rate, "--quiet", "--cpu-quota", str(quota)]
-    flags += ["--wait-quiet", str(args.wait_quiet)] if args.wait_quiet else []
     flags += ["--timeout", str(args.timeout)]
     title = f"{kind} at {nodes} nodes of {rate}"
     cell: Cell = launch("benchmarks.ranks.cluster", asdict(job), *flags, title=title, keep_memory=True)
@@ -202,7 +201,6 @@ def main() -> None:
     p.add_argument("--cpu-quota", type=float, help="cores a rank may use (default: an equal part)")
     p.add_argument("--measure-seconds", type=float, default=60.0, metavar="SEC", help="for links and layers")
     p.add_argument("--timeout", type=float, default=600, metavar="SEC", help="of a run (default: %(default)s)")
-    p.add_argument("--wait-quiet", type=float, default=0, metavar="SEC", help="before each run, for idle CPUs")
     p.add_argument("--json", metavar="FILE", help="keeps every run; what it has is not run again")
     args = p.parse_args()
     if unknown := [kind for kind in args.only if kind not in KINDS]:

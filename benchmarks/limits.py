@@ -28,7 +28,7 @@ from layerwise.quantities import units
 from layerwise.search.find import search
 from layerwise.search.result import SearchResult
 
-SAMPLES = {"vgg16": 32, "resnet50": 32, "unet3d": 2, "gpt2": 2}  # a GPU
+SAMPLES = {"vgg16": 32, "resnet50": 32, "inception_v3": 32, "densenet121": 32, "unet3d": 2, "gpt2": 2}  # a GPU
 GPUS = (8, 64)
 SHARES = (0.9, 0.8, 0.6)
 Row = dict[str, float]

@@ -1,4 +1,4 @@
-"""Memory of a device in closed form: table 3's, times gamma, the share that a framework's reuse of buffers leaves."""
+"""Memory of a device in closed form: table 3's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def memory_bytes(
     copies: int = 0,
     layers: Iterable[LayerFacts] | None = None,
 ) -> float:
-    """sum(delta · 2B(|x| inputs + |y| outputs)) + sum(delta · ((2 + copies)|w| weights + |bi|)), before gamma.
+    """sum(delta · 2B(|x| inputs + |y| outputs)) + sum(delta · ((2 + copies)|w| weights + |bi|)).
 
     delta is that of activations, then that of parameters; they differ in mixed precision.
 

@@ -90,6 +90,7 @@ REFUSED = [
     ("run one.json --accumulate 1000", "too few for one step with the plan's batch of 8 and --accumulate 1000"),
     ("run one.json --dtype float16", "invalid choice: 'float16'"),
     ("run one.json --resume", "need --checkpoint DIR"),
+    ("run one.json --compare", "unrecognized arguments: --compare"),
     ("run one.json --checkpoint-every 3", "need --checkpoint DIR"),
     ("run one.json --checkpoint ''", "--checkpoint is empty: name a folder"),
     ("run one.json --checkpoint a\0b", r"--checkpoint a\x00b: embedded null byte"),

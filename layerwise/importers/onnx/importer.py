@@ -41,11 +41,9 @@ class OnnxNetwork:
     unsampled: str  # the first layer that drops the sample dimension, which only a batch of 1 allows
 
 
-def build_graph(
-    model: ModelProto, folder: Path, title: str, inputs: OnnxInputs, sizes: Mapping[str, int]
-) -> OnnxNetwork:
+def build_graph(model: ModelProto, folder: Path, title: str, inputs: OnnxInputs) -> OnnxNetwork:
     """The layers of a checked model, unfused, at the batch of `inputs`."""
-    known = inferred(model, folder, sizes)
+    known = inferred(model, folder)
     importer = OnnxImporter(model, folder, title, inputs, known, {})
     graph = importer.graph()
     # Which parameters are shared is known only after a first pass over all layers.

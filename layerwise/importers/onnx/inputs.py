@@ -28,13 +28,13 @@ class OnnxInputs:
     fixed: bool
 
 
-def model_inputs(graph: GraphProto, batch: int | None, sizes: Mapping[str, int]) -> OnnxInputs:
+def model_inputs(graph: GraphProto, batch: int | None) -> OnnxInputs:
     """Shapes and labels of what the model is fed, at `batch` samples where the model leaves that open."""
     stored = {tensor.name for tensor in graph.initializer}
     infos = [info for info in graph.input if info.name not in stored]
     if not infos:
         raise LayerwiseError("the model has no inputs: there is nothing to split")
-    shapes = {info.name: _extents(info, sizes) for info in infos}
+    shapes = {info.name: _extents(info) for info in infos}
     labels = {info.name: _labels(graph, info, len(shapes[info.name])) for info in infos}
     sampled = {name: shapes[name][labels[name].index("n")] for name in shapes if "n" in labels[name]}
     first = next(iter(sampled.values()), None)
@@ -52,7 +52,7 @@ def model_inputs(graph: GraphProto, batch: int | None, sizes: Mapping[str, int])
     return OnnxInputs(specs, own, fixed)
 
 
-def _extents(info: ValueInfoProto, sizes: Mapping[str, int]) -> tuple[Extent, ...]:
+def _extents(info: ValueInfoProto) -> tuple[Extent, ...]:
     kind = info.type.WhichOneof("value")
     if kind != "tensor_type":
         raise LayerwiseError(f"input {info.name!r} is no tensor ({kind or 'no type'}); layerwise takes tensors only")
@@ -61,7 +61,7 @@ def _extents(info: ValueInfoProto, sizes: Mapping[str, int]) -> tuple[Extent, ..
     extents: list[Extent] = []
     for dim in info.type.tensor_type.shape.dim:
         if dim.dim_param:
-            extents.append(sizes.get(dim.dim_param, dim.dim_param))
+            extents.append(dim.dim_param)
         else:
             extents.append(dim.dim_value if dim.dim_value > 0 else None)
     return tuple(extents)
@@ -73,8 +73,7 @@ def _spec(info: ValueInfoProto, shape: Sequence[Extent], labels: Sequence[str | 
         if not isinstance(extent, int):
             raise LayerwiseError(
                 f"input {info.name!r}: dimension {i} is left open ({extent or 'unnamed'}); only the batch may be: "
-                + (f"give sizes={{{extent!r}: ...}}, or " if extent else "")
-                + "export the model with a fixed size for it"
+                "export the model with a fixed size for it"
             )
         numbers.append(extent)
     code = info.type.tensor_type.elem_type
