@@ -20,7 +20,8 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, main: str = "", **options: Any) -> None:
         if "epilog" in options:
             options["formatter_class"] = argparse.RawDescriptionHelpFormatter
-        super().__init__(*args, allow_abbrev=False, **options)  # a flag that is gone is not another's beginning
+        options["allow_abbrev"] = False  # a flag that is gone is not another's beginning
+        super().__init__(*args, **options)
         self.main_flags = set(main.split())
         if main:
             self.add_argument("--help-all", action=_HelpAll, help="show all options and exit")
