@@ -107,7 +107,11 @@ def _add_how_it_runs(p: Parser) -> None:
         help="recompute every layer that saves memory by it, whatever the plan says",
     )
     g = p.add_argument_group("checkpoints")
-    g.add_argument("--checkpoint", metavar="DIR", help="save model and optimizer there, at least at the end")
+    g.add_argument(
+        "--checkpoint",
+        metavar="DIR",
+        help="save model and optimizer there, at least at the end; a folder without checkpoints, or --resume",
+    )
     g.add_argument("--checkpoint-every", type=count, metavar="N", help="also every N steps")
     g.add_argument("--resume", action="store_true", help="resume from the last checkpoint in DIR, if there is one")
     g = p.add_argument_group("output")
