@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import layerwise
 from benchmarks.common.live import Live
+from benchmarks.zoo.shims import torchvision_operators
 from layerwise.errors import LayerwiseError
 from layerwise.machine import load
 from layerwise.machine.profile import Profile
@@ -130,6 +131,7 @@ class Watched(nn.Module):
 
 def decoded(name: str) -> tuple[str, ...]:
     """The row of one class. Every rank calls it."""
+    torchvision_operators()
     import diffusers
 
     sizes, shape = CASES[name]

@@ -147,7 +147,12 @@ class CallPlans:
 def _read(comm: Comm, device: torch.device, x: Any, needed: Each, name: str) -> Any:
     """Returns this rank's box of an input, of which each rank has all, or which the ranks own boxes of."""
     if isinstance(x, BoxedState):
-        return x.local if x.owned == needed else _moved(comm, x.local, x.owned, needed, name)
+        if x.owned == needed:
+            return x.local
+        made, own, need = _moved(comm, x.local, x.owned, needed, name), x.owned[comm.rank], needed[comm.rank]
+        if own is not None and need is not None and own & need == own:
+            x.local = made[own.slices(need)]  # the same numbers, once
+        return made
     if isinstance(x, Tensor) and (x.is_meta or isinstance(x, FakeTensor)) and device.type != "meta":
         raise LayerwiseError(
             f"input {name!r} has no numbers: clear what was cached as the model was made parallel, which ran on shapes "
