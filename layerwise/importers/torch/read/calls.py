@@ -5,6 +5,7 @@ What a call writes into the lists and dicts among its arguments, a cache from fr
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ class RecordedCall:
     key: Key
     call: Call
     carried: frozenset[int]
+    times: int = 1  # that it is made
+    returned_bytes: int = 0  # of what else it returns, once
 
 
 def recorded(model: nn.Module, act: Callable[[], object]) -> list[RecordedCall]:
@@ -77,7 +80,16 @@ def recorded(model: nn.Module, act: Callable[[], object]) -> list[RecordedCall]:
         ) from error
     if not made:
         raise LayerwiseError("example_inputs is a function that does not call the model")
-    return [RecordedCall(key, call, frozenset(carried)) for key, (call, carried, _) in made.items()]
+    found, times = list[RecordedCall](), Counter(key for key, _ in calls)
+    for key, (call, carried, leaves) in made.items():
+        sizes = (x.nbytes for i, x in enumerate(leaves) if i not in carried and isinstance(x, Tensor))
+        found.append(RecordedCall(key, call, frozenset(carried), times[key], sum(sizes)))
+    return found
+
+
+def unlike(calls: Sequence[RecordedCall]) -> bool:
+    """Whether a model is called in several ways, or keeps state from call to call: every way then has a plan."""
+    return len(calls) > 1 or bool(calls[0].carried)
 
 
 def _on_meta(x: Tensor) -> Tensor:
