@@ -181,21 +181,21 @@ def _of_calls(model: nn.Module, act: Callable[..., object], question: FitQuestio
     size = next(iter(signature(act).parameters.values()), None)
     if size is not None and (not isinstance(size.default, int) or size.default < 1):
         raise LayerwiseError(f"{size.name!r}, the size that the function is called with, needs a default, such as 8")
-    several = False
 
     def at(n: int | None) -> tuple[CalledGraph, ...]:
-        nonlocal several
         calls = recorded(model.eval(), act if n is None else partial(act, n))
         several = unlike(calls)
         with returning_written(model) if several else nullcontext(), left_unproven("it would take its full memory"):
             graphs = [fuse(network(model, one.call, 1, as_called=True).graph) for one in calls]
-        kept = (one.returned_bytes * (one.times - (not several)) for one in calls)  # a plan counts one that it gathers
-        return tuple(CalledGraph(*of) for of in zip(graphs, (one.times for one in calls), kept, strict=True))
+        io: Literal["boxes", "free"] = "boxes" if several else "free"
+        return tuple(
+            # A plan that gathers what is returned counts it once.
+            CalledGraph(graph, one.times, one.returned_bytes * (one.times - (not several)), io)
+            for graph, one in zip(graphs, calls, strict=True)
+        )
 
-    calls = at(None)
-    options = replace(question.options, io="boxes" if several else "free")
-    sizes = None if size is None else Resizable(at, 2, size.default, 1, f"{size.name} of {{:,}}")
-    return replace(question, calls=calls, options=options, sizes=sizes, timed=sizes is not None)
+    sizes = None if size is None else Resizable(at, 2, size.default, 1, f"{size.name}={{}}")
+    return replace(question, calls=at(None), sizes=sizes, timed=sizes is not None)
 
 
 def _limit(profile: str | os.PathLike[str], memory_limit: float | str | None) -> float:

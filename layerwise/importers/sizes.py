@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
@@ -31,6 +31,7 @@ class CalledGraph:
     graph: LayerGraph
     times: int = 1
     returned_bytes: float = 0.0  # of all these calls, beside what a plan counts
+    io: Literal["boxes", "free"] | None = None  # what each rank feeds; None: as the question says
 
 
 SMALLEST = (8, 64)  # sides tried for built-in networks: the first that a network accepts is its smallest

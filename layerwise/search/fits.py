@@ -16,7 +16,6 @@ from layerwise.cost.memory.step import peak_bytes
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import complete
 from layerwise.errors import LayerwiseError
-from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.sizes import CalledGraph, Resizable
 from layerwise.machine import DeviceGraph, Profile
 from layerwise.partition.sharding import held_configurations, why_not_held
@@ -71,9 +70,9 @@ class FitQuestion:
         """This many devices, in one node."""
         return replace(self.profile, levels=self.profile.levels[:1]).device_graph(gpus, gpus)
 
-    def model(self, graph: LayerGraph, gpus: int) -> CostModel:
+    def model(self, call: CalledGraph, gpus: int) -> CostModel:
         """The model on this many devices."""
-        return CostModel(graph, self.devices(gpus), self.options)
+        return CostModel(call.graph, self.devices(gpus), replace(self.options, io=call.io or self.options.io))
 
     def data(self, model: CostModel, form: tuple[bool, States]) -> Strategy:
         """Data parallelism with all layers in one form."""
@@ -92,10 +91,10 @@ class FitQuestion:
 
     def need(self, calls: Sequence[CalledGraph], gpus: int, plan: Strategy | None = None) -> float:
         """The least memory of some plans that save all they can, and of a plan found for another size."""
-        return max(_peak(*self._least(call.graph, gpus, plan)) for call in calls) + _returned(calls)
+        return max(_peak(*self._least(call, gpus, plan)) for call in calls) + _returned(calls)
 
-    def _least(self, graph: LayerGraph, gpus: int, plan: Strategy | None) -> tuple[CostModel, Strategy]:
-        model = self.model(graph, gpus)
+    def _least(self, call: CalledGraph, gpus: int, plan: Strategy | None) -> tuple[CostModel, Strategy]:
+        graph, model = call.graph, self.model(call, gpus)
         plans = [self.data(model, FORMS["both"]), self.spatial(model)]
         if plan is not None and all(
             layer.name in plan
@@ -108,13 +107,13 @@ class FitQuestion:
 
     def row(self, gpus: int) -> DeviceNeed:
         """The memory on this many devices. A plan is searched for only if none of the usual ones fits."""
-        rows, more = [self._row(call.graph, gpus) for call in self.calls], _returned(self.calls)
+        rows, more = [self._row(call, gpus) for call in self.calls], _returned(self.calls)
         fullest = max(rows, key=lambda row: row.least)
         forms = {name: max(row.forms[name] for row in rows) + more for name in FORMS}
         return DeviceNeed(forms, fullest.least + more, fullest.plan)
 
-    def _row(self, graph: LayerGraph, gpus: int) -> DeviceNeed:
-        model = self.model(graph, gpus)
+    def _row(self, call: CalledGraph, gpus: int) -> DeviceNeed:
+        model = self.model(call, gpus)
         forms = {name: _peak(model, self.data(model, form)) for name, form in FORMS.items()}
         least, plan = min(*forms.values(), _peak(model, self.spatial(model))), None
         if least > self.limit_bytes:
@@ -127,7 +126,7 @@ class FitQuestion:
         """The predicted time of all calls, each by the fastest plan that was found within the limit."""
         total, limit = 0.0, self.limit_bytes - _returned(calls)
         for call in calls:
-            model, least = self._least(call.graph, gpus, plan)
+            model, least = self._least(call, gpus, plan)
             found = search(model, replace(self.space, devices=gpus), memory_limit_bytes=limit, effort="quick").best
             fitting = [candidate(model, "least", least, limit), *([found] if found.fits else [])]
             total += call.times * min(one.timeline.total_s for one in fitting)
@@ -212,7 +211,7 @@ def fits(question: FitQuestion) -> Fits:
     """Answers a question. Raises LayerwiseError if the model cannot run on one device."""
     q, most = question, max(question.gpus)
     row = cache(q.row)
-    alone = [q.model(call.graph, 1) for call in q.calls]
+    alone = [q.model(call, 1) for call in q.calls]
     held = max(
         (course(one, q.data(one, FORMS["data parallelism"])) for one in alone), key=lambda c: sum(c.peak.values())
     )
