@@ -90,6 +90,11 @@ class CallPlans:
         """Returns how many ways there are."""
         return len(self._ways)
 
+    @property
+    def memory_bytes(self) -> float:
+        """Predicted bytes of the fullest rank in the fullest way."""
+        return max(float(way.shaped.plan.predicted.get("memory_bytes", 0)) for way in self._ways.values())
+
     def add(self, network: Network, plan: Plan, call: RecordedCall) -> None:
         """Adds a way. LayerwiseError where it splits a parameter otherwise. network: without memory."""
         run = self._run

@@ -78,16 +78,23 @@ class FitQuestion:
         """Data parallelism with all layers in one form."""
         return _formed(model, complete(model, baseline(model, "data")), form)
 
-    def spatial(self, model: CostModel) -> Strategy:
-        """Samples split, then space as far as there are devices, with all ways to save memory."""
-        space, of_kind = replace(self.space, devices=model.devices.count), dict[int, Config]()
+    def spatial(self, model: CostModel) -> list[Strategy]:
+        """Samples split, then space as far as there are devices, with all ways to save memory: one dimension first."""
+        space, choices = replace(self.space, devices=model.devices.count), dict[int, list[Config]]()
         for layer in model.graph.inner:
             kind = model.kind(layer)
-            if kind not in of_kind:
-                configs = [c for c in held_configurations(layer, space) if c["c"] * c["k"] == 1]
-                of_kind[kind] = max(configs, key=lambda c: (c.total, *(c[label] for label in ORDER)))
-        split = {layer.name: of_kind[model.kind(layer)] for layer in model.graph.inner}
-        return _formed(model, complete(model, split), FORMS["both"])
+            if kind not in choices:
+                choices[kind] = [c for c in held_configurations(layer, space) if c["c"] * c["k"] == 1]
+        found = dict[tuple[Config, ...], Strategy]()
+        for first in sorted({label for these in choices.values() for c in these for label in ORDER if c[label] > 1}):
+            order = ["n", first, *ORDER]
+            of_kind = {
+                kind: max(these, key=lambda c: (c.total, *(c[label] for label in order)))
+                for kind, these in choices.items()
+            }
+            split = {layer.name: of_kind[model.kind(layer)] for layer in model.graph.inner}
+            found[tuple(split.values())] = _formed(model, complete(model, split), FORMS["both"])
+        return list(found.values())
 
     def need(self, calls: Sequence[CalledGraph], gpus: int, plan: Strategy | None = None) -> float:
         """The least memory of some plans that save all they can, and of a plan found for another size."""
@@ -95,7 +102,7 @@ class FitQuestion:
 
     def _least(self, call: CalledGraph, gpus: int, plan: Strategy | None) -> tuple[CostModel, Strategy]:
         graph, model = call.graph, self.model(call, gpus)
-        plans = [self.data(model, FORMS["both"]), self.spatial(model)]
+        plans = [self.data(model, FORMS["both"]), *self.spatial(model)]
         if plan is not None and all(
             layer.name in plan
             and is_legal(plan[layer.name], layer.space.dims)
@@ -115,7 +122,7 @@ class FitQuestion:
     def _row(self, call: CalledGraph, gpus: int) -> DeviceNeed:
         model = self.model(call, gpus)
         forms = {name: _peak(model, self.data(model, form)) for name, form in FORMS.items()}
-        least, plan = min(*forms.values(), _peak(model, self.spatial(model))), None
+        least, plan = min(*forms.values(), *(_peak(model, one) for one in self.spatial(model))), None
         if least > self.limit_bytes:
             found = least_plan(model, replace(self.space, devices=gpus), OFFERS)
             if found.bytes < least:
