@@ -31,6 +31,7 @@ from layerwise.cli import (
 from layerwise.cost.model import CostOptions
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.load import HELP, load_model, names_code, network_of
 from layerwise.importers.named_code import called
 from layerwise.importers.sizes import CalledGraph, Resizable, sizes_of_model, sizes_of_module
@@ -185,8 +186,11 @@ def _of_calls(model: nn.Module, act: Callable[..., object], question: FitQuestio
     def at(n: int | None) -> tuple[CalledGraph, ...]:
         calls = recorded(model.eval(), act if n is None else partial(act, n))
         several = unlike(calls)
-        with returning_written(model) if several else nullcontext(), left_unproven("it would take its full memory"):
-            graphs = [fuse(network(model, one.call, 1, as_called=True).graph) for one in calls]
+        graphs = list[LayerGraph]()
+        for one in calls:
+            written = returning_written(model, one.unread) if several else nullcontext()
+            with written, left_unproven("it would take its full memory"):
+                graphs.append(fuse(network(model, one.call, 1, as_called=True).graph))
         io: Literal["boxes", "free"] = "boxes" if several else "free"
         return tuple(
             # A plan that gathers what is returned counts it once.

@@ -55,6 +55,7 @@ class Returns(nn.Module):
     def forward(self, x: Tensor, cache: dict[str, Any] | None = None) -> tuple[Tensor, dict[str, Any]]:
         past, new = cache or {}, dict[str, Any]()
         x, new["first"] = self.first.on(x, past.get("first"))
+        new["unread"] = x.clone()  # as CogVideoX's layers of one frame do
         x, new["last"] = self.last.on(torch.relu(x), past.get("last"))
         return x, new
 
@@ -118,6 +119,8 @@ def test_every_rank_decodes_the_video_of_one_device(kind: type[nn.Module]) -> No
         )
         video = vae.decode(LATENT)
         caches = list(vae.cache.values()) if isinstance(vae.cache, dict) else vae.cache
+        if kind is Returns:
+            assert vae.cache["unread"].local.numel() == 0  # state that no call reads is nowhere
         here = sum(x.local.numel() for x in caches)
         assert here < sum(x.numel() for x in caches)  # no rank holds all of the cache
         for compute in (
@@ -163,7 +166,7 @@ def test_the_largest_video_is_one_that_ranks_plan_within_the_memory() -> None:
     largest = said.size.fits.number
     assert said.size.fits.bytes <= 400e3 < said.size.beyond.bytes
     assert said.size.beyond.number - largest <= largest / 32 + 1
-    assert largest > 1.5 * alone.size.fits.number
+    assert largest > 4 / 3 * alone.size.fits.number  # the video itself is on every rank
     assert said.seconds is not None
     assert said.seconds > 0
     assert f"height={largest}" in str(said)
