@@ -117,11 +117,11 @@ def key_of(arguments: Arguments, call: Call) -> Key:
     return frozenset([("lists and dicts", kinds), *each])
 
 
-class _Reads(TorchDispatchMode):
+class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the tensors that operators are given."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.ids = set[int]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
