@@ -26,7 +26,7 @@ from rich.table import Table
 
 from benchmarks.common.launch import launch
 from benchmarks.emulate import parse_rate
-from benchmarks.predictions import STANDARD, quota_of
+from benchmarks.predictions import quota_of
 from benchmarks.ranks.cluster import Job
 from layerwise.files import write_text
 from layerwise.quantities import units
@@ -54,8 +54,6 @@ KINDS = {
     "unet": Kind(("one rank", "fixed d", "searched"), "one rank"),
     "unet2": Kind(("one rank", "DDP", "FSDP2", "fixed d", "searched"), "one rank"),
 }
-VOLUMES = ("unet", "unet2")
-NOISE = 0.95  # of the speed of another plan: as fast
 MEANING = {
     "alone": "no communication: a rank's share alone",
     "DDP": "DistributedDataParallel",
@@ -86,7 +84,6 @@ def run(kind: str, nodes: int, rate: str, args: argparse.Namespace) -> Cell:
     )
     quota = args.cpu_quota or quota_of(f"{nodes}x1")
     flags = ["--nodes", str(nodes), "--rate", rate, "--quiet", "--cpu-quota", str(quota)]
-    flags += ["--wait-quiet", str(args.wait_quiet)] if args.wait_quiet else []
     flags += ["--timeout", str(args.timeout)]
     title = f"{kind} at {nodes} nodes of {rate}"
     cell: Cell = launch("benchmarks.ranks.cluster", asdict(job), *flags, title=title, keep_memory=True)
@@ -179,31 +176,6 @@ def show(cell: Cell, console: Console) -> None:
     console.print()
 
 
-def aims(cells: list[Cell]) -> Table:
-    """What was aimed at, and what came out."""
-    wanted = [
-        ("data-parallel plan / DDP", "data", "DDP", ("alexnet", "vgg"), 0.98, lambda cell: True),
-        ("buckets that search finds / 25 MiB", "capped", "data", ("alexnet", "vgg"), 1.0, lambda cell: True),
-        ("searched plan / DDP", "searched", "DDP", ("alexnet",), 2.2, lambda cell: cell["link"] == "100mbit"),
-        ("searched plan / one rank", "searched", "one rank", VOLUMES, 3.5, lambda cell: cell["nodes"] == 4),
-        ("searched plan / DDP", "searched", "DDP", VOLUMES, NOISE, lambda cell: True),
-        ("searched plan / all along depth", "searched", "fixed d", VOLUMES, NOISE, lambda cell: True),
-    ]
-    result = Table("", "", "aim", "", title="aims", title_justify="left", box=None)
-    for title, variant, against, kinds, least, applies in wanted:
-        for cell in cells:
-            faster = speed(cell, variant, against)
-            if cell["kind"] in kinds and applies(cell) and faster is not None:
-                where = f"{cell['network']}, {cell['nodes']} nodes at {cell['link']}"
-                result.add_row(f"{title}: {where}", f"{faster:.2f}", f"≥ {least}", "" if faster >= least else "missed")
-    rows = [row for cell in cells if cell["kind"] in VOLUMES for row in cell["variants"].values() if "plan" in row]
-    if rows:
-        near = sum(abs(error(row)) <= STANDARD for row in rows)
-        missed = "" if near == len(rows) else "missed"
-        result.add_row(f"predictions of volumes within {STANDARD:.0%}", f"{near}", f"≥ {len(rows)}", missed)
-    return result
-
-
 def wanted(args: argparse.Namespace) -> Iterator[tuple[str, int, str]]:
     """Parts, numbers of nodes and rates."""
     for kind in args.only:
@@ -229,7 +201,6 @@ def main() -> None:
     p.add_argument("--cpu-quota", type=float, help="cores a rank may use (default: an equal part)")
     p.add_argument("--measure-seconds", type=float, default=60.0, metavar="SEC", help="for links and layers")
     p.add_argument("--timeout", type=float, default=600, metavar="SEC", help="of a run (default: %(default)s)")
-    p.add_argument("--wait-quiet", type=float, default=0, metavar="SEC", help="before each run, for idle CPUs")
     p.add_argument("--json", metavar="FILE", help="keeps every run; what it has is not run again")
     args = p.parse_args()
     if unknown := [kind for kind in args.only if kind not in KINDS]:
@@ -252,7 +223,6 @@ def main() -> None:
         if kept:
             write_text(kept, json.dumps(cells, indent=1))  # whole or not at all
         show(cells[-1], console)
-    console.print(aims(cells))
     if missing:
         raise SystemExit("\n".join(missing))
 

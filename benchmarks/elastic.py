@@ -63,7 +63,6 @@ def job(file: str, command: list[str]) -> None:
     """A rank: `layerwise run`, which notes in the file when it does what."""
     from layerwise.cli import run_main
     from layerwise.commands import run as room
-    from layerwise.train.saving import Saving
     from layerwise.train.session import Session
 
     out = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -73,7 +72,7 @@ def job(file: str, command: list[str]) -> None:
     def note(what: str, **more: object) -> None:
         os.write(out, (json.dumps({"what": what, "at": time.time(), **who, **more}) + "\n").encode())
 
-    start, session, train, after = room.start, room._session, Session.train, Saving.after
+    start, session, train, after = room.start, room._session, Session.train, Session.after
 
     def met(timeout_s: float) -> Any:
         comm = start(timeout_s)
@@ -89,12 +88,12 @@ def job(file: str, command: list[str]) -> None:
             note("loss", step=step.number, loss=step.loss)
             yield step
 
-    def paced(self: Saving, done: int) -> None:
+    def paced(self: Session, done: int) -> None:
         note("step", step=done)
         time.sleep(float(os.environ["PACE_S"]))
         after(self, done)
 
-    room.start, room._session, Session.train, Saving.after = met, planned, told, paced  # type: ignore[method-assign, assignment]
+    room.start, room._session, Session.train, Session.after = met, planned, told, paced  # type: ignore[method-assign, assignment]
     sys.exit(run_main(room.main, command))
 
 

@@ -6,7 +6,7 @@ sends to it, so that incast is limited too. Ranks of one node talk over loopback
 
     python -m benchmarks.emulate --nodes 2 --rate 1gbit -- python train.py
     python -m benchmarks.emulate --nodes 4 --rate 100mbit --kill-rank 1@5 -- python train.py
-    python -m benchmarks.emulate --nodes 4 --rate 100mbit --cut-node 1@5 --heal-node 1@8 -- python train.py
+    python -m benchmarks.emulate --nodes 4 --rate 100mbit --cut-node 1@5 -- python train.py
     python -m benchmarks.emulate --nodes 4 --kill-rank 1@2 --after "step 1/" -- python train.py
 
 The seconds of a fault count from the start, or from the first line of rank 0 that has the text of --after.
@@ -45,6 +45,9 @@ from pathlib import Path
 
 from benchmarks.common.nodes import Cluster, EmulationError, new_pids, quotas, separate
 
+PORT = 29500  # of rank 0, in namespaces of its own
+GRACE_S = 10.0  # that the other ranks get after one fails
+
 
 def say(text: str) -> None:
     """A line of the harness itself."""
@@ -81,20 +84,6 @@ def own_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def wait_until_quiet(limit: float, busy_below: float = 0.15, span: float = 3.0) -> None:
-    """Waits until other programs leave the CPUs alone: timings taken beside them mean nothing."""
-    end = time.monotonic() + limit
-    while True:
-        started, before = time.monotonic(), busy_seconds()
-        time.sleep(span)
-        load = (busy_seconds() - before) / (time.monotonic() - started)
-        if load < busy_below:
-            return
-        if time.monotonic() > end:
-            say(f"warning: not quiet within {limit:g} s: {load:.2f} cores are busy with something else")
-            return
-
-
 class Rank:
     """One process of the command, and what it prints."""
 
@@ -110,7 +99,7 @@ class Rank:
             "WORLD_SIZE": args.nodes * args.ranks_per_node,
             "LOCAL_WORLD_SIZE": args.ranks_per_node,
             "MASTER_ADDR": cluster.address(0),
-            "MASTER_PORT": args.port,
+            "MASTER_PORT": PORT,
             "GLOO_SOCKET_IFNAME": "eth0",
             "OMP_NUM_THREADS": 1,
             "PYTHONUNBUFFERED": 1,
@@ -159,7 +148,7 @@ def run_ranks(cluster: Cluster, args: argparse.Namespace, cgroups: list[Path], p
     started, machine, own = time.monotonic(), busy_seconds(), own_seconds()
     world = args.nodes * args.ranks_per_node
     ranks = [Rank(cluster, args, rank, cgroups[rank] if cgroups else None) for rank in range(world)]
-    kinds = (("kill", args.kill_rank), ("cut", args.cut_node), ("heal", args.heal_node))
+    kinds = (("kill", args.kill_rank), ("cut", args.cut_node))
     faults = sorted((second, what, i) for what, wanted in kinds for i, second in wanted)
     result, deadline, injected = None, None, None
     began = None if args.after else 0.0  # when the clock of the faults starts
@@ -175,8 +164,8 @@ def run_ranks(cluster: Cluster, args: argparse.Namespace, cgroups: list[Path], p
                 ranks[i].signal(signal.SIGKILL)
                 say(f"t={now:.1f}s: killed rank {i}")
             else:
-                cluster.set_link(i, what == "heal")
-                say(f"t={now:.1f}s: {'restored' if what == 'heal' else 'cut'} the link of node {i}")
+                cluster.set_link(i, False)
+                say(f"t={now:.1f}s: cut the link of node {i}")
         for r in [r for r in ranks if r.status is None]:
             r.status = r.poll()
             if r.status is not None and injected is not None:
@@ -184,7 +173,7 @@ def run_ranks(cluster: Cluster, args: argparse.Namespace, cgroups: list[Path], p
             if r.status and not r.injected and result is None:
                 result = r.status
                 if injected is None:
-                    deadline = now + args.grace  # the others may still want to complain
+                    deadline = now + GRACE_S  # the others may still want to complain
                 say(f"t={now:.1f}s: rank {r.rank} (node {r.node}) exited with {r.status}")
                 if not r.show:
                     r.reader.join(0.5)
@@ -283,15 +272,11 @@ def main() -> int:
     p.add_argument("--ranks-per-node", type=int, default=1)
     p.add_argument("--rate", type=parse_rate, default="1gbit", help="each node's link, each way: 100mbit, 1gbit, none")
     p.add_argument("--timeout", type=float, default=600, help="seconds; 0: none")
-    p.add_argument("--grace", type=float, default=10, help="seconds that the other ranks get after one fails")
-    p.add_argument("--port", type=int, default=29500)
     p.add_argument("--cpu-quota", default="", help="hard limit of CPU cores for each rank: 0.4; or of each 0.2,0.4")
     p.add_argument("--all-output", action="store_true", help="what every rank prints, not rank 0 only")
     p.add_argument("--kill-rank", type=parse_fault, action="append", default=[], metavar="RANK[@SEC]")
     p.add_argument("--cut-node", type=parse_fault, action="append", default=[], metavar="NODE[@SEC]")
-    p.add_argument("--heal-node", type=parse_fault, action="append", default=[], metavar="NODE[@SEC]")
     p.add_argument("--after", default="", metavar="TEXT", help="faults count from rank 0's first line that has it")
-    p.add_argument("--wait-quiet", type=float, default=0, metavar="SEC", help="wait so long until the CPUs are idle")
     p.add_argument("--quiet", action="store_true", help="no line of CPU use")
     p.add_argument("command", nargs=argparse.REMAINDER)
     args = p.parse_args()
@@ -309,13 +294,11 @@ def main() -> int:
         p.error("--nodes and --ranks-per-node must be at least 1")
     if any(i >= world for i, _ in args.kill_rank):
         p.error("--kill-rank: no such rank")
-    if any(i >= args.nodes for i, _ in args.cut_node + args.heal_node):
+    if any(i >= args.nodes for i, _ in args.cut_node):
         p.error("no such node")
     for tool in ("ip", "tc"):
         if not shutil.which(tool):
             p.error(f"{tool} not found (apt-get install iproute2)")
-    if args.wait_quiet:
-        wait_until_quiet(args.wait_quiet)
     try:
         with quotas(cores * world if len(cores) == 1 else cores) as cgroups:
             return launch(args, cgroups)

@@ -35,7 +35,6 @@ import onnx
 import torch
 import zarr
 from safetensors.torch import save_file
-from torch import nn
 
 from layerwise.checkpoint.save_and_load import save
 from layerwise.cli import run_main
@@ -77,12 +76,6 @@ def _plan(folder: Path) -> Path:
 def _profile(folder: Path) -> Path:
     save_profile(load_profile("p100"), folder / "machine.json")
     return folder / "machine.json"
-
-
-def _network() -> tuple[nn.Module, torch.Tensor]:
-    torch.manual_seed(0)
-    stem = (nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten())
-    return nn.Sequential(*stem, nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 3)), torch.randn(4, 2, 8, 8)
 
 
 def _onnx(folder: Path) -> Path:

@@ -1,21 +1,19 @@
 """python -m benchmarks.grids: process grids of MLPs (Laugier et al., 2018), predicted, measured, as published.
 
-    python -m benchmarks.grids --only predicted,cori              # no measurement: seconds
+    python -m benchmarks.grids --only cori                        # no measurement: seconds
     python -m benchmarks.grids --json grids.json                  # everything, as root: about 6 minutes
     python -m benchmarks.grids --json grids.json                  # again: nothing is measured twice
 
-measured: P = 1, 2 and 4 on an emulated cluster of nodes of half a core each (benchmarks.emulate), beside what is
-predicted with links and layers that were measured there just before. predicted: strong scaling of MLPs of three square
-layers over P = 1 to 32 processes by the cost tables, for the emulated nodes if they were measured. cori: the paper's
-own measurements.
+measured: MLPs of three square layers, P = 1, 2 and 4 on an emulated cluster of nodes of half a core each
+(benchmarks.emulate), beside what is predicted with links and layers that were measured there just before. cori: the
+paper's own measurements.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict, replace
-from functools import cache
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,95 +21,16 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common.calibrated import calibrated
 from benchmarks.common.launch import launch
-from benchmarks.common.process_grids import GridStudy, study
 from benchmarks.published import cori as published
-from benchmarks.ranks.grids import Job, spec
-from benchmarks.ranks.predictions import OPTIMIZER
-from layerwise.config import SearchSpace
-from layerwise.cost.model import CostModel, CostOptions
-from layerwise.graph.fuse import fuse
-from layerwise.graph.layer_graph import LayerGraph
-from layerwise.importers.load import load_model
-from layerwise.machine import Profile, load
-from layerwise.machine.curves import Links, parse_links
-from layerwise.machine.fields import Field
+from benchmarks.ranks.grids import Job
 from layerwise.quantities import units
-from layerwise.search.baselines import grids
 
-WIDTHS = (32, 64, 128, 256, 512, 1024)
-PROCESSES = (1, 2, 4, 8, 16, 32)
 MEASURED_WIDTHS, MEASURED_NODES = (32, 128, 512, 1024), (1, 2, 4)
 BATCH, RATE, QUOTA = 1024, "1gbit", 0.5
 LINKS_S, LAYERS_S, PLAN_S = 12.0, 3.0, 2.0  # budgets of a run
-PARTS = ("predicted", "measured", "cori")
+PARTS = ("measured", "cori")
 Run = dict[str, Any]
-
-
-@cache
-def graph_of(width: int) -> LayerGraph:
-    """The network of the study, fused."""
-    return fuse(load_model(spec(width), BATCH))
-
-
-def machine(runs: dict[int, Run]) -> Profile:
-    """The nodes that were emulated, from one process's widest step and an all-reduce over four; else `cpu`.
-
-    alpha is a small all-reduce's time over a tree's 2 (log2 P + 1) messages, beta a large one's over its 2 (P-1)/P of
-    the bytes. What an all-reduce and the computation beside it cost each other is taken to be the same for all P.
-    """
-    if 1 not in runs or not runs.get(4, {}).get("links"):
-        return load("cpu")
-    one = runs[1]["steps"][-1]
-    links = parse_links(Field("measured", "links", runs[4]["links"]))
-    curve, overlap = links.curve("all_reduce", (1, 4), 1), links.overlap((1, 4), 1)
-    assert curve is not None, "four nodes were measured"
-    assert overlap is not None, "four nodes were measured"
-    (_, small_s), (size, large_s) = curve.knots[0], curve.knots[-1]
-    profile = calibrated(graph_of(one["width"]), one["step_s"], small_s / 6, 1.5 * size / large_s, OPTIMIZER)
-    return replace(profile, links=Links((), tuple(replace(overlap, fan=(1, p)) for p in PROCESSES[1:]), {}))
-
-
-def studied(width: int, processes: int, profile: Profile) -> GridStudy:
-    """All grids of P nodes of one process each, and the layer-wise optimum."""
-    graph = graph_of(width)
-    model = CostModel(graph, profile.device_graph(processes, 1), CostOptions(optimizer=OPTIMIZER))
-    return study(model, SearchSpace(processes), grids(processes, graph))
-
-
-def seconds(result: GridStudy) -> dict[str, float]:
-    """Of a step with overlap, by grid."""
-    return {str(g.grid): g.tables.timeline.total_s for g in result.grids}
-
-
-def scaling(console: Console, profile: Profile) -> None:
-    """Predicted strong scaling: seconds by width, P and grid; `layer-wise` is one of the grids here."""
-    result: dict[int, dict[int, dict[str, float]]] = {}
-    heads = [f"P={p}" for p in PROCESSES[1:]]
-    table = Table(
-        "width",
-        "",
-        *heads,
-        title=f"predicted speed-up over one process, batch {BATCH}, profile {profile.name}",
-        box=None,
-    )
-    for width in WIDTHS:
-        studies = {p: studied(width, p, profile) for p in PROCESSES}
-        result[width] = {p: seconds(f) | {"layer-wise": f.best.timeline.total_s} for p, f in studies.items()}
-        one = result[width][1]["1x1"]
-        ways = {
-            "batch (Px1)": lambda p, w=width: result[w][p][f"{p}x1"],
-            "model (1xP)": lambda p, w=width: result[w][p][f"1x{p}"],
-            "best grid": lambda p, f=studies: f[p].best_grid.tables.timeline.total_s,
-            "layer-wise": lambda p, w=width: result[w][p]["layer-wise"],
-        }
-        for name, of in ways.items():
-            cells = [f"{one / of(p):.2f}×" for p in PROCESSES[1:]]
-            if name == "best grid":
-                cells = [f"{c} ({studies[p].best_grid.grid})" for c, p in zip(cells, PROCESSES[1:], strict=True)]
-            table.add_row(str(width) if name == "batch (Px1)" else "", name, *cells)
-    console.print(table, "", sep="\n")
 
 
 def emulated(nodes: int, job: Job) -> Run:
@@ -217,8 +136,6 @@ def main() -> None:
                 runs[n] = emulated(n, Job(list(MEASURED_WIDTHS), BATCH, LINKS_S, LAYERS_S, PLAN_S))
                 if kept:
                     kept.write_text(json.dumps(runs))
-    if "predicted" in args.only:
-        scaling(console, machine(runs))
     if "measured" in args.only and 1 in runs:
         measured(console, runs)
     if "cori" in args.only:

@@ -28,7 +28,7 @@ from layerwise.quantities import units
 from layerwise.search.find import search
 from layerwise.search.result import SearchResult
 
-SAMPLES = {"vgg16": 32, "resnet50": 32, "unet3d": 2, "gpt2": 2}  # a GPU
+SAMPLES = {"vgg16": 32, "resnet50": 32, "inception_v3": 32, "densenet121": 32, "unet3d": 2, "gpt2": 2}  # a GPU
 GPUS = (8, 64)
 SHARES = (0.9, 0.8, 0.6)
 Row = dict[str, float]
@@ -103,14 +103,13 @@ def main() -> None:
     parser.add_argument("--profile", default="h100")
     parser.add_argument("--only", nargs="+", choices=list(SAMPLES), default=list(SAMPLES), metavar="NETWORK")
     parser.add_argument("--gpus", nargs="+", type=int, default=GPUS)
-    parser.add_argument("--shares", nargs="+", type=float, default=SHARES)
     parser.add_argument("--row", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.row:
         name, gpus, share, profile = args.row
         print(json.dumps(measure(name, int(gpus), float(share), profile)))
     else:
-        Console(width=140).print(report(args.only, args.gpus, args.shares, args.profile))
+        Console(width=140).print(report(args.only, args.gpus, SHARES, args.profile))
 
 
 if __name__ == "__main__":

@@ -62,6 +62,7 @@ CASES = {
 SERIAL = ("serial", "serial, recompute")
 PLANS = ("data", "model", "searched", "data, sharded", "data, gathered", "model, gathered")
 PLANS += ("space", "data, recompute", "model, recompute", "data, gathered, recompute")
+OPTIMIZERS = ("sgd", "momentum", "adam")
 ROW = "{:19} {:5} {:25} {:9} {:>8} {:>9} {:>20}"
 
 
@@ -137,17 +138,15 @@ def main() -> None:
     parser.add_argument("--networks", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--device", choices=["cuda", "cpu"])
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2])
-    parser.add_argument("--plans", nargs="+", default=list(PLANS), choices=PLANS)
     parser.add_argument("--dtype", choices=["float32", "bf16"], default="float32")
-    parser.add_argument("--optimizers", nargs="+", default=["sgd", "momentum", "adam"])
     args = parser.parse_args()
     device = device_of(args.device)
     print(ROW.format("", "ranks", "plan", "optimizer", "measured", "predicted", "predicted / measured"), flush=True)
     worst = 0.0
     for name in args.networks:
-        rows = [(ranks, kind) for ranks in args.ranks for kind in (args.plans if ranks > 1 else SERIAL)]
+        rows = [(ranks, kind) for ranks in args.ranks for kind in (PLANS if ranks > 1 else SERIAL)]
         for ranks, kind in rows:
-            for optimizer in args.optimizers:
+            for optimizer in OPTIMIZERS:
                 predicted, real = compared(name, kind, optimizer, ranks, device, args.dtype)
                 worst = max(worst, abs(predicted / real - 1))
                 sizes = units(real, "B"), units(predicted, "B")

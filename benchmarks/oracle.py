@@ -1,4 +1,4 @@
-"""The oracle against ParaDL's published measurements: `python -m benchmarks.oracle [--each] [--calibrate] [--fit]`.
+"""The oracle against ParaDL's published measurements: `python -m benchmarks.oracle [--calibrate] [--fit]`.
 
 Constants come from calibration records alone (`--calibrate` derives them again); accuracy is of check records, and
 `--fit` shows the one constant that is fitted to these, which is off by default.
@@ -73,7 +73,7 @@ def mean(values: Iterable[float | None]) -> float | None:
     return fmean(v for v in known if v is not None) if known and None not in known else None
 
 
-def table(records: Sequence[Record], each: bool) -> None:
+def table(records: Sequence[Record]) -> None:
     """Accuracy by strategy: of the whole, of compute, of communication."""
     print(f"{'':16}{'ours':26}published forms")
     print(f"{'strategy':10} {'runs':>4}" + "".join(f"{heading:>9}" for heading in HEADINGS))
@@ -84,12 +84,6 @@ def table(records: Sequence[Record], each: bool) -> None:
         means.append([score for form in forms for score in form])
         theirs = mean(None if r.projected_s is None else accuracy(r.projected_s, r.total_s) for r in some)
         _row(name, len(some), [*means[-1], theirs, CLAIMED.get(name), RECOMPUTED.get(name)])
-        for r in some if each else ():
-            ours = phases(r, "chainermnx")
-            print(
-                f"  {r.id:44} measured {r.total_s:.4f} ({r.compute_s}, {r.communication_s})"
-                f"  ours {ours.total_s:.4f} ({ours.computation_s:.4f}, {ours.communication_s:.4f})"
-            )
     _row("mean", len(records), list(map(mean, zip(*means, strict=True))))
 
 
@@ -190,7 +184,6 @@ def fit(records: Sequence[Record]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--each", action="store_true", help="every run")
     parser.add_argument("--calibrate", action="store_true", help="print the constants that calibration records give")
     parser.add_argument("--fit", action="store_true", help="fit the growth of hybrids to the check records")
     args = parser.parse_args()
@@ -206,7 +199,7 @@ def main() -> None:
         return
     for runs, title in (("bars", "bars (no I/O)"), ("logs", "run logs (with data loading)")):
         print(f"\n{title}, all of ResNet-50: accuracy 1 - |projected - measured| / measured")
-        table([r for r in check if r.runs == runs], args.each)
+        table([r for r in check if r.runs == runs])
     print()
     networks(records)
     print()

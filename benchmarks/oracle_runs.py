@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common.networks import SMALL
-from benchmarks.predictions import arguments, run_all, words
+from benchmarks.predictions import arguments, run_all
 from benchmarks.ranks.oracle import STRATEGIES
 from layerwise.oracle.runs import accuracy
 from layerwise.quantities import units
@@ -56,11 +56,10 @@ def main() -> None:
     """Run and print."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments(p, ["alexnet", "vgg"], ["2x1", "4x1"], (10.0, 5.0, 3.0, 2400.0))
-    p.add_argument("--strategies", type=words, default=list(STRATEGIES), metavar=",".join(STRATEGIES))
     p.add_argument("--rate", default="1gbit", metavar="1gbit")
     args = p.parse_args()
     places = [(cluster, args.rate) for cluster in args.clusters]
-    cells = run_all("benchmarks.ranks.oracle", places, args, strategies=args.strategies)
+    cells = run_all("benchmarks.ranks.oracle", places, args, strategies=list(STRATEGIES))
     console = Console(width=170)
     console.print(table(cells), highlight=False)
     console.print(summary(cells), highlight=False)

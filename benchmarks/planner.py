@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import resource
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -77,11 +76,6 @@ def optimum_of(model: CostModel, space: SearchSpace) -> tuple[Row, float]:
         "proven": float(optimum.proven),
     }
     return row, optimum.cost_s
-
-
-def before(row: Row) -> Row:
-    """What another version took, nan where it was not measured."""
-    return {f"{column} before": row.get(column, math.nan) for column in ("tables", "search", "peak")}
 
 
 def paper(name: str, limit_s: float) -> Row:
@@ -161,7 +155,6 @@ def main() -> None:
     parser.add_argument("--degrees", choices=["2", "divisors"], default="2", help="powers of two, or all divisors")
     parser.add_argument("--profile", default="h100")
     parser.add_argument("--json", metavar="FILE", type=Path, help="the rows of the first table")
-    parser.add_argument("--against", metavar="FILE", type=Path, help="that file of an earlier version, to compare with")
     parser.add_argument(
         "--depth-first", type=float, default=60, metavar="SECONDS", help="limit of each run (default 60)"
     )
@@ -190,10 +183,7 @@ def main() -> None:
             if args.json:  # after each, as they may take long
                 kept = {f"{n} at {g}": row for (n, g), row in found.items()}
                 args.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-        earlier = json.loads(args.against.read_text(encoding="utf-8")) if args.against else {}
         labelled = [(f"{n} at {g}", row) for (n, g), row in found.items()]
-        if earlier:
-            labelled = [(label, row | before(earlier.get(label, {}))) for label, row in labelled]
         print_table(console, "CPU seconds of a search", labelled)
         print_table(console, "growth with the number of GPUs N", growth(found))
     if args.only in (None, "paper"):
@@ -209,8 +199,6 @@ def main() -> None:
 
 def shown(column: str, value: float, row: Row) -> str:
     """A cell."""
-    if math.isnan(value):
-        return ""
     if column.removeprefix("other ") in ("published", *READINGS):
         return f"{value:.1f}"
     if column == "proven" or column.endswith("finished"):

@@ -49,16 +49,16 @@ def job(back_s: float, command: list[str]) -> None:
     """A rank: `layerwise run` at a steady pace, whose clock goes back by an hour after so many seconds."""
     from layerwise.cli import run_main
     from layerwise.commands.run import main as run
-    from layerwise.train.saving import Saving
+    from layerwise.train.session import Session
 
-    clock, began, after = time.time, time.monotonic(), Saving.after
+    clock, began, after = time.time, time.monotonic(), Session.after
     time.time = lambda: clock() - BACK_S * (time.monotonic() - began > back_s)
 
-    def paced(self: Saving, done: int) -> None:
+    def paced(self: Session, done: int) -> None:
         time.sleep(PACE_S)
         after(self, done)
 
-    Saving.after = paced  # type: ignore[method-assign]
+    Session.after = paced  # type: ignore[method-assign]
     sys.exit(run_main(run, command))
 
 

@@ -75,14 +75,13 @@ def shown(rows: list[Row]) -> Table:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sides", nargs="+", type=int, default=SIDES)
     parser.add_argument("--gpus", nargs="+", type=int, default=GPUS)
     parser.add_argument("--json", type=Path, metavar="FILE", help="keeps every row; what it has is not planned again")
     args = parser.parse_args()
     rows: list[Row] = json.loads(args.json.read_text()) if args.json and args.json.exists() else []
     known = {(row["side"], row["gpus"]) for row in rows}
-    graphs = {side: fuse(load_model(f"unet3d:{side}", 1)) for side in args.sides}
-    for gpus, side in [(g, s) for g in args.gpus for s in args.sides if (s, g) not in known]:
+    graphs = {side: fuse(load_model(f"unet3d:{side}", 1)) for side in SIDES}
+    for gpus, side in [(g, s) for g in args.gpus for s in SIDES if (s, g) not in known]:
         rows.append(planned(graphs[side], side, gpus))
         print(rows[-1], file=sys.stderr, flush=True)
         rows.sort(key=lambda row: (row["side"], row["gpus"]))

@@ -5,7 +5,7 @@ on 2 and 4 ranks (threads), every layer split along space wherever it can be (al
 ranks also two by two): loss, outputs, gradients, buffers and parameters against plain PyTorch on one device, and
 bytes sent against those predicted.
 
-    PYTHONPATH=.venv/zoo python -m benchmarks.volumes --write docs/benchmarks/volumes.md    # after `make zoo`
+    PYTHONPATH=.venv/zoo python -m benchmarks.volumes    # after `make zoo`
 """
 
 from __future__ import annotations
@@ -74,7 +74,6 @@ class Row:
     gain: float = 0.0  # predicted: how many times as fast as one GPU
     proven: bool = False
     plan_s: float = 0.0  # CPU time
-    cpu_s: float = 0.0
 
 
 class Scored(nn.Module):
@@ -99,11 +98,11 @@ def spatial(ways: Sequence[Mapping[str, int]], ranks: int) -> Callable[[Network]
     return lambda network: random_plan(fuse(network.graph), ranks, 0, "boxes", pick)
 
 
-def trial(name: str, example: Example, dtype: str, ways: Sequence[str], *, plan: bool) -> Row:
+def trial(name: str, example: Example, dtype: str) -> Row:
     """All of one network."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    row, begun = Row(name), time.process_time()
+    row = Row(name)
     given = prepared(example, getattr(torch, dtype))
     x = given.inputs[0][: SAMPLES.get(name, 1)]
     row.size = f"{len(x)} of " * (len(x) > 1) + " x ".join(map(str, x.shape[2:]))
@@ -114,11 +113,10 @@ def trial(name: str, example: Example, dtype: str, ways: Sequence[str], *, plan:
         row.said["import"] = str(error)
         return row
     row.layers = len(fuse(network.graph).inner)
-    if plan:
-        _plan(row, model, x, network)
+    _plan(row, model, x, network)
     wanted = _reference(model, x)
-    for way in ways:
-        made = spatial(WAYS[way], int(way[0]))(network)
+    for way, splits in WAYS.items():
+        made = spatial(splits, int(way[0]))(network)
         row.split[way] = sum(config.total > 1 for config in made.strategy.values())
         try:
             away = _compared(network, made, x, wanted)
@@ -128,7 +126,6 @@ def trial(name: str, example: Example, dtype: str, ways: Sequence[str], *, plan:
         row.differences[way] = max(away.values())
         if not row.differences[way] <= EXACT[dtype]:
             row.said[way] = max(away, key=lambda key: away[key] if away[key] == away[key] else float("inf"))
-    row.cpu_s = time.process_time() - begun
     return row
 
 
@@ -193,64 +190,28 @@ def _compared(network: Network, plan: Plan, x: Tensor, wanted: Mapping[str, Tens
     }
 
 
-def page(rows: Sequence[Row], dtype: str) -> str:
-    """docs/benchmarks/volumes.md."""
-    lines = [
-        "# Networks of volumes, split by space",
-        "",
-        "`python -m benchmarks.volumes` (after `make zoo`) plans each network for 8 GPUs at batch 1 with io boxes",
-        "(profile h100), on eight times the sample's sides (UNETR: the sample), and trains a step of it on 2 and",
-        "4 ranks (threads). Every layer is split along space wherever it can be: along the first dimension that",
-        "has room, along `w` on two ranks, and two by two on four. *largest*: the largest relative difference of",
-        "loss, outputs, gradients, buffers and parameters from plain PyTorch on one device, of all four ways, in",
-        f"{dtype}; at most {EXACT[dtype]:g} is rounding. Bytes sent are the bytes predicted. *gain* is predicted,",
-        "over one GPU. Dropout is off.",
-        "",
-        "| network | sample | layers split | largest | gain at 8 | plan (s) |",
-        "|---|---|---:|---:|---:|---:|",
-    ]
-    for row in rows:
-        complete = row.differences.keys() == WAYS.keys()
-        split = str(min(row.split.values(), default=0)) + (f" of {row.layers}" if row.layers else "")
-        gain = f"{row.gain:.2f}" + " (not proven)" * (not row.proven)
-        plan = (gain, f"{row.plan_s:.1f}") if row.planned_at else ("", "")
-        name = row.name.partition("/")[2] or row.name
-        largest = f"{max(row.differences.values()):.0e}" if complete else "see below"
-        lines.append(f"| {' | '.join((name, row.size.replace(' x ', '×'), split, largest, *plan))} |")
-    lines += ["", "Layers that are not split have no space any more, or too little; UNETR is mostly a sequence."]
-    missing = [name for name in (*OWN, *ZOO) if name not in {row.name for row in rows}]
-    lines += ["", f"Not run: {', '.join(missing)}."] if missing else []
-    said = [f"- {row.name}, {way}: {text}" for row in rows for way, text in row.said.items()]
-    return "\n".join([*lines, "", *said]).rstrip() + "\n"
-
-
 def main() -> int:
     """Prints rows as they come. Exit code 1 where one is not exact."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=["*"], metavar="GLOB", help="such as 'monai/*'")
-    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
     parser.add_argument("--dtype", default="float64", choices=list(EXACT))
-    parser.add_argument("--no-plan", dest="plan", action="store_false", help="do not plan for 8 GPUs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keeps every row; what it has is not tried again")
-    parser.add_argument("--write", type=Path, metavar="PAGE", help="the table's page")
     asked = parser.parse_args()
     rows: dict[str, Row] = {}
     if asked.json and asked.json.exists():
         rows = {one["name"]: Row(**one) for one in json.loads(asked.json.read_text())}
     for name in [name for name in (*OWN, *ZOO) if any(fnmatch(name, glob) for glob in asked.only)]:
         if name not in rows:
-            rows[name] = trial(
-                name, OWN[name]() if name in OWN else build(name), asked.dtype, asked.ways, plan=asked.plan
-            )
+            rows[name] = trial(name, OWN[name]() if name in OWN else build(name), asked.dtype)
             row = rows[name]
+            split = f"{row.size}, {min(row.split.values(), default=0)} of {row.layers} layers split"
             told = ", ".join(f"{way}: {away:.0e}" for way, away in row.differences.items())
-            print(
-                f"{name:32} {told}  gain {row.gain:.2f}  {row.cpu_s:.0f} s", *row.said.items(), sep="\n    ", flush=True
+            planned = (
+                f"gain at {row.planned_at}: {row.gain:.2f}{'' if row.proven else ' (not proven)'}, {row.plan_s:.1f} s"
             )
+            print(f"{name:32} {split}  {told}  {planned}", *row.said.items(), sep="\n    ", flush=True)
             if asked.json:
                 asked.json.write_text(json.dumps([asdict(one) for one in rows.values()], indent=1))
-    if asked.write:
-        asked.write.write_text(page(list(rows.values()), asked.dtype))
     return int(any(row.said for row in rows.values()))
 
 

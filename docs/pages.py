@@ -102,7 +102,10 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing")
     check = parser.parse_args().check
     reference = Reference()
-    written = lambda kind, of: command_help(of) if kind == "help" else reference.described(of)  # noqa: E731
+
+    def written(kind: str, of: str) -> str:
+        return command_help(of) if kind == "help" else reference.described(of)
+
     stale = []
     for page in PAGES:
         text = page.read_text(encoding="utf-8")

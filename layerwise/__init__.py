@@ -37,7 +37,7 @@ _HOME = {
     "register_op": "layerwise.importers.registry",
     "restore": "layerwise.run.parallel",
     "save": "layerwise.api.save",
-    "split": "layerwise.api.split",
+    "split": "layerwise.api.loaders",
 }
 
 __all__ = ["__version__", *_HOME]
@@ -50,9 +50,9 @@ if TYPE_CHECKING:  # `as`: for type checkers these are the package's own names
     from layerwise import plot as plot
     from layerwise.api.arguments import ParallelOptions as ParallelOptions
     from layerwise.api.fit import fit as fit
+    from layerwise.api.loaders import split as split
     from layerwise.api.parallelize import parallelize as parallelize
     from layerwise.api.save import save as save
-    from layerwise.api.split import split as split
     from layerwise.commands.fits import memory as memory
     from layerwise.config import Config as Config
     from layerwise.config import SearchSpace as SearchSpace

@@ -41,6 +41,8 @@ NotNegative = Annotated[float, Range(0)]
 Seconds = NotNegative
 Seed = Annotated[int, Range(-(2**63), 2**63)]  # what PyTorch's generators take
 
+# Arguments that public functions had, and what to do instead.
+_MOVED = {"plan": "give it as strategy=", "sync_every": "call backward within layerwise.of(model).no_sync()"}
 # Names that annotations use but modules import for type checkers alone, as they are imported without PyTorch.
 _LATE = {"nn": "torch.nn"}
 
@@ -99,6 +101,16 @@ def _looking(function: Callable[..., Any]) -> Callable[..., None]:
     positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None)
     defaults = {p.name: p.default for p in parameters}
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+    def check_there(name: str) -> None:
+        if name in defaults or open_ended:
+            return
+        options, where = type(defaults.get("options")), _MOVED.get(name, "") if "strategy" in defaults else ""
+        if name in getattr(options, "__dataclass_fields__", ()):
+            where = f"give it in options={options.__name__}({name}=...)"
+        if where:
+            raise LayerwiseError(f"{function.__name__} takes no {name}=: {where}")
 
     def check(name: str, value: Any) -> None:
         fits, words = kinds.get(name, _ANY)
@@ -118,6 +130,7 @@ def _looking(function: Callable[..., Any]) -> Callable[..., None]:
         for value in args[len(positional) :] if rest else ():
             check(rest or "", value)
         for name, value in named.items():
+            check_there(name)
             check(name, value)
 
     return look

@@ -67,7 +67,8 @@ class Config:
     @checked
     def of(degrees: Mapping[str, int], placement: Placement = "contiguous") -> Config:
         """The configuration of a mapping; degrees of 1 may be named."""
-        return Config(tuple((d, degrees[d]) for d in ORDER if degrees.get(d, 1) > 1), placement)
+        these = tuple((d, degrees[d]) for d in ORDER if degrees.get(d, 1) > 1)
+        return _made(these, placement, False, "replicated", ())
 
     @property
     def total(self) -> int:
@@ -123,7 +124,7 @@ def fewer(weights: tuple[int, ...], devices: int) -> tuple[int, ...]:
     return tuple(w if i in kept else 0 for i, w in enumerate(weights))
 
 
-_made = lru_cache(1 << 16)(Config)  # a search asks for the same ones over and over
+_made = lru_cache(1 << 16)(Config)  # a search asks for the same ones over and over, and compares them
 
 
 def distinct_cells(configs: Sequence[Config]) -> tuple[tuple[Config, ...], list[int]]:
@@ -219,7 +220,7 @@ def _configurations(space: SearchSpace, dims: tuple[Dim, ...]) -> tuple[Config, 
             if config.total == total and is_legal(config, dims):
                 result.append(config)
                 if (space.spread or space.replicas > 1) and 1 < total < space.devices:
-                    result.append(Config(config.degrees, "strided"))
+                    result.append(Config.of(dict(config.degrees), "strided"))
                 result += dict.fromkeys(_weighted(config, space.weights or (), dims))
     return tuple(config for config in result if not space.crosses(config, dims))
 

@@ -20,6 +20,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, main: str = "", **options: Any) -> None:
         if "epilog" in options:
             options["formatter_class"] = argparse.RawDescriptionHelpFormatter
+        options["allow_abbrev"] = False  # a flag that is gone is not another's beginning
         super().__init__(*args, **options)
         self.main_flags = set(main.split())
         if main:

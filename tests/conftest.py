@@ -85,7 +85,7 @@ TOGETHER = {
         train/test_run_ranks train/test_signals checkpoint/test_crashes""",
     "ranks of scripts": """
         test_examples api/test_transformers api/test_groups api/test_parallelize api/test_fit api/test_loaders
-        api/test_process_state api/test_machine api/test_race api/test_save api/test_split api/test_accumulate
+        api/test_process_state api/test_machine api/test_race api/test_save api/test_split
         comm/test_faults integrations/test_hugging_face integrations/test_lightning
         integrations/test_monai_training integrations/test_nnunet_training inference/test_command cli/test_grids
         benchmarks/test_pipeline measure/test_links_time importers/torch/read/test_arguments""",

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import layerwise
 from layerwise import Config, LayerwiseError, ParallelOptions
@@ -74,7 +75,7 @@ def right() -> dict[str, dict[str, Any]]:
         "register_op": {"target": "mylib::x", "build": lambda call: None},
         "restore": {"model": parallel},
         "save": {"model": parallel, "file": "nothing/nowhere.pt"},
-        "split": {"dataset": range(8), "model": parallel},
+        "split": {"loader": DataLoader(range(8), 4), "model": parallel},
         "timeline": {"model": model, "strategy": strategy},
     }  # fmt: skip
 
@@ -155,3 +156,12 @@ def test_an_option_is_given_another_kind(given: dict[str, Any], message: str) ->
 
 def test_numbers_of_numpy_are_numbers() -> None:
     assert ParallelOptions(measure_s=np.float32(1), seed=np.int64(3)).seed == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("plan", "strategy="), ("verbose", r"options=ParallelOptions\(verbose=...\)"), ("sync_every", r"no_sync\(\)")],
+)
+def test_an_argument_that_moved_says_where_it_is(name: str, told: str) -> None:
+    with pytest.raises(LayerwiseError, match=f"takes no {name}=: .*{told}"):
+        layerwise.parallelize(nn.Linear(4, 2), X, **{name: 1})

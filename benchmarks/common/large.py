@@ -65,9 +65,3 @@ def unet() -> Example:
     """A 3-D U-Net of a quarter of the channels, and a volume of 128 x 128 x 96: activations, and few parameters."""
     with torch.device("meta"):
         return UNet3d(width=0.25), (torch.zeros(2, 1, 128, 128, 96),)
-
-
-def gpt_653m() -> Example:
-    """16 layers of GPT-2 XL, whose head is not tied: 653 million parameters."""
-    with torch.device("meta"):
-        return Gpt(16, 1600, 25, 50257, 1024, tied=False), (torch.zeros(2, 1024, dtype=torch.long),)

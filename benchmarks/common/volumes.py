@@ -50,11 +50,6 @@ class Weather(nn.Module):
         return x + self.last(torch.cat([high, deep], 1))
 
 
-def unet_32() -> tuple[nn.Module, tuple[Tensor]]:
-    """A 3-D U-Net of a quarter of the channels, and 32 x 32 x 32: cells of four devices are small."""
-    return find("unet3d").build(width=0.25), (torch.zeros(2, 1, 32, 32, 32),)
-
-
 def _globe() -> Example:
     return Example(Weather(), (torch.randn(2, 3, 6, 16, 32),))
 

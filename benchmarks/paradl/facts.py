@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 
@@ -136,14 +135,12 @@ def facts_of(
     profile: Profile,
     *,
     seconds_per_sample: float | None = None,
-    layer_seconds: Mapping[str, tuple[float, float]] | None = None,
     options: CostOptions | None = None,
 ) -> Facts:
     """The facts of a graph at its own batch; fused, but where a framework is modelled that fuses nothing.
 
-    Times: `layer_seconds`, measured forward and backward s a sample of every layer; else the cost model's, spread so
-    that they add up to `seconds_per_sample` (a whole network's measured forward and backward) where given.
-    Raises LayerwiseError where a layer's time is missing or a time is not above 0.
+    Times are the cost model's, spread so that they add up to `seconds_per_sample` (a whole network's measured forward
+    and backward) where given. Raises LayerwiseError where that is not above 0.
     """
     if seconds_per_sample is not None and not seconds_per_sample > 0:
         raise LayerwiseError(f"the time of one sample must be above 0 s, not {seconds_per_sample}")
@@ -154,13 +151,7 @@ def facts_of(
     computed = {layer.name: model.node_cost(layer, (Config(),)).compute for layer in graph.inner}
     times = {name: (float(t.forward[0]) / batch, float(t.backward[0]) / batch) for name, t in computed.items()}
     total, scale = sum(forward + backward for forward, backward in times.values()), 1.0
-    if layer_seconds is not None:
-        missing = [name for name in times if name not in layer_seconds]
-        if missing:
-            raise LayerwiseError(f"no measured time of layer {missing[0]!r} (and {len(missing) - 1} others)")
-        times = {name: layer_seconds[name] for name in times}
-        scale = sum(forward + backward for forward, backward in times.values()) / total
-    elif seconds_per_sample is not None:
+    if seconds_per_sample is not None:
         scale = seconds_per_sample / total
         times = {name: (scale * forward, scale * backward) for name, (forward, backward) in times.items()}
     layers = tuple(_layer(graph, layer, *times[layer.name]) for layer in graph.inner)

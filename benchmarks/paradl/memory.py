@@ -1,11 +1,10 @@
-"""Memory of a device in closed form: table 3's, times gamma, the share that a framework's reuse of buffers leaves."""
+"""Memory of a device in closed form: table 3's."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from benchmarks.paradl.facts import Facts, LayerFacts
-from layerwise.errors import LayerwiseError
 
 
 def memory_bytes(
@@ -18,7 +17,7 @@ def memory_bytes(
     copies: int = 0,
     layers: Iterable[LayerFacts] | None = None,
 ) -> float:
-    """sum(delta · 2B(|x| inputs + |y| outputs)) + sum(delta · ((2 + copies)|w| weights + |bi|)), before gamma.
+    """sum(delta · 2B(|x| inputs + |y| outputs)) + sum(delta · ((2 + copies)|w| weights + |bi|)).
 
     delta is that of activations, then that of parameters; they differ in mixed precision.
 
@@ -30,10 +29,3 @@ def memory_bytes(
         activations += 2 * batch * (layer.inputs * inputs + layer.outputs * outputs)
         parameters += (2 + copies) * layer.weights * weights + layer.biases
     return facts.activation_bytes * activations + facts.item_bytes * parameters
-
-
-def reuse_factor(measured_bytes: float, naive_bytes: float) -> float:
-    """gamma: a measured peak over the closed form's memory."""
-    if not (measured_bytes > 0 and naive_bytes > 0):
-        raise LayerwiseError(f"memory must be above 0 bytes: measured {measured_bytes}, closed form {naive_bytes}")
-    return measured_bytes / naive_bytes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Literal
 
 from benchmarks.paradl.as_run import as_run
@@ -57,19 +56,14 @@ def case_of(
     return Case(facts, strategy, shape, model, parts, limit(model.graph, strategy, node, wishes))
 
 
-def project(
-    case: Case, formulas: Formulas = "published", *, gamma: float = 1.0, framework: Framework | None = None
-) -> Projection:
-    """The phases of an iteration. gamma: reuse of memory; framework: the constants of `chainermnx`."""
-    if not gamma > 0:
-        raise LayerwiseError(f"gamma must be above 0, not {gamma}")
+def project(case: Case, formulas: Formulas = "published", *, framework: Framework | None = None) -> Projection:
+    """The phases of an iteration. framework: the constants of `chainermnx`."""
     if formulas == "chainermnx":
         if framework is None:
             raise LayerwiseError("the closed forms of ChainerMNX need its constants: framework('chainermnx', 'bars')")
         phases = chainermnx(case, framework)
     else:
         phases = published(case) if formulas == "published" else as_run(case)
-    phases = replace(phases, memory_bytes=gamma * phases.memory_bytes)
     shape, batch = case.shape, case.model.graph.batch
     groups = shape.groups, shape.inside
     return Projection(case.strategy, shape.devices, groups, case.segments, batch, phases, case.limit)

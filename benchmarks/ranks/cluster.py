@@ -6,14 +6,11 @@ than cores, a timer that starts when rank 0 does misses part of what the others 
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
-import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -23,14 +20,14 @@ from benchmarks.common.live import Live
 from benchmarks.common.networks import NETWORKS
 from benchmarks.ranks.cluster_plan import in_short, measured_model, plans, priced_anew
 from benchmarks.ranks.cluster_variants import Ours, Variant, build, parameter_bytes
+from benchmarks.ranks.parts import WARM, parts_of
+from benchmarks.ranks.rank import PATIENCE_S, run
 from layerwise.comm.base import Comm
-from layerwise.comm.start import join_default_group, leave
+from layerwise.comm.start import join_default_group
 from layerwise.run.base import PREDICTED
 from layerwise.run.parallel import of
 from layerwise.trace import Trace
-from layerwise.train.compare_times import WARM, compare_times
 
-PATIENCE_S = 300
 SLOW_S = 4.0  # a first step longer than this is no different from the next
 LINKS = 0.1  # of the time for measuring is for links
 ANEW = 0.2  # as much on top, for the layers of the plans that are raced, once more
@@ -105,12 +102,12 @@ def live_bytes(variant: Variant) -> int:
 
 
 def by_part(variant: Ours, comm: Comm) -> dict[str, object]:
-    """Predicted beside measured seconds of every layer's parts, in further steps of which two do not count."""
+    """Predicted beside measured seconds of a step's parts, in further steps of which two do not count."""
     of(variant.module).trace = trace = Trace()
     record = Record()
     block(variant, WARM + 2, record)
     of(variant.module).trace = None
-    return compare_times(trace, variant.module, record.times, comm).as_dict()
+    return parts_of(trace, variant.module, record.times, comm)
 
 
 def agreed(value: float) -> float:
@@ -204,19 +201,5 @@ def row(variant: Variant, records: list[Record], rate: float | None) -> dict[str
     return result
 
 
-def main() -> None:
-    """argv: the job as JSON, and where rank 0 writes the result."""
-    job, out = Job(**json.loads(sys.argv[1])), Path(sys.argv[2])
-    torch.set_num_threads(1)
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})  # a part of one core, as it is measured
-    dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_S))
-    result = measure(job)
-    if dist.get_rank() == 0:
-        out.write_text(json.dumps(result))
-    dist.barrier()
-    leave(0)
-
-
 if __name__ == "__main__":
-    main()
+    run(Job, measure)

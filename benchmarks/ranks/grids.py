@@ -54,7 +54,7 @@ def candidates(model: CostModel) -> dict[str, Candidate]:
     """Every grid, and the layer-wise optimum where it is none of them. Every rank finds the same: from equal times."""
     ranks = model.devices.count
     studied = study(model, SearchSpace(ranks), grids(ranks, model.graph))
-    result = {str(priced.grid): priced.tables for priced in studied.grids}
+    result = {str(grid): priced for grid, priced in studied.grids.items()}
     if all(studied.best.strategy != one.strategy for one in result.values()):
         result["layer-wise"] = studied.best
     return result

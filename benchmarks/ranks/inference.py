@@ -6,15 +6,10 @@ All in turns, on the same links. The plan is found by links and layers that are 
 from __future__ import annotations
 
 import copy
-import json
-import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,10 +20,11 @@ from torch import Tensor, nn
 from benchmarks.common.live import Live
 from benchmarks.ranks.cluster_plan import OPTIMIZER, measured_layers
 from benchmarks.ranks.predictions import profile_of
+from benchmarks.ranks.rank import PATIENCE_S, run
 from benchmarks.ranks.side_by_side import Layers
 from benchmarks.zoo.shims import torchvision_operators
 from layerwise.comm.base import Comm
-from layerwise.comm.start import join_default_group, leave
+from layerwise.comm.start import join_default_group
 from layerwise.config import SearchSpace
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.setting import Strategy
@@ -44,7 +40,6 @@ from layerwise.search.find import candidate, search
 from layerwise.search.make_plan import make_plan
 from layerwise.search.result import Candidate, SearchResult
 
-PATIENCE_S = 300
 LINKS = 0.1  # of the time for measuring is for links
 WINDOW, OVERLAP = 64, 0.5  # the overlap that nnU-Net takes, and MONAI's bundles
 
@@ -164,15 +159,15 @@ def measure(job: Job) -> dict[str, object]:
     planned_s = time.perf_counter() - began
     times: dict[str, list[float]] = {}
     with torch.inference_mode():
-        run = in_boxes(model, x)
-        times["plan"] = timed(run, job.seconds)
+        answer = in_boxes(model, x)
+        times["plan"] = timed(answer, job.seconds)
         times["one rank"] = timed(lambda: network(x) if rank == 0 else None, job.seconds)
         if job.network == "unet":
             own = windows_of(x, rank, world)
             times["windows"] = timed(lambda: [network(x[where]) for where in own], job.seconds)
         live = Live([*model.parameters(), *model.buffers()])
         with live:
-            run()
+            answer()
         shares = comm.all_gather_object(live.peak)
     error = error_of(plan.strategy, network, x, comm)
     return {
@@ -186,19 +181,5 @@ def measure(job: Job) -> dict[str, object]:
     }
 
 
-def main() -> None:
-    """argv: the job as JSON, and where rank 0 writes the result."""
-    job, out = Job(**json.loads(sys.argv[1])), Path(sys.argv[2])
-    torch.set_num_threads(1)
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})
-    dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_S))
-    result = measure(job)
-    if dist.get_rank() == 0:
-        out.write_text(json.dumps(result))
-    dist.barrier()
-    leave(0)
-
-
 if __name__ == "__main__":
-    main()
+    run(Job, measure)

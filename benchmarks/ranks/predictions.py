@@ -18,6 +18,7 @@ from torch import nn
 
 from benchmarks.common.networks import SMALL, Network
 from benchmarks.ranks.links_again import LinksAgain
+from benchmarks.ranks.parts import parts_of
 from benchmarks.ranks.side_by_side import Layers, block, segments_of, slowest
 from layerwise.api.machine import strategies
 from layerwise.comm.base import Comm
@@ -40,7 +41,6 @@ from layerwise.search.find import candidate, configurations, search
 from layerwise.search.make_plan import make_plan
 from layerwise.search.result import Candidate
 from layerwise.trace import Trace
-from layerwise.train.compare_times import compare_times
 
 PATIENCE_S = 120.0
 OPTIMIZER = "momentum"
@@ -177,7 +177,6 @@ def reported(plan: Plan, training: Training, times: Sequence[float], comm: Comm)
     of(training.module).trace = trace = Trace()
     traced = block(training.step, TRACED[median(times) > SLOW_S], comm, tries=1)
     of(training.module).trace = None
-    parts = compare_times(trace, training.module, traced, comm)
     return {
         "strategy": {name: str(config) for name, config in plan.strategy.items()},
         "predicted_s": plan.predicted["timeline_s"],
@@ -185,7 +184,7 @@ def reported(plan: Plan, training: Training, times: Sequence[float], comm: Comm)
         "measured_s": median(times),
         "times_s": times,
         "traced_s": median(traced),
-        "parts": parts.as_dict(),
+        "parts": parts_of(trace, training.module, traced, comm),
         "predicted": dict(plan.predicted),
     }
 

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
 import time
 from dataclasses import dataclass, replace
-from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.common.calibrated import calibrated
-from benchmarks.ranks.cluster import PATIENCE_S, agreed
+from benchmarks.ranks.cluster import agreed
+from benchmarks.ranks.rank import PATIENCE_S, run
 from layerwise.comm.base import Comm
 from layerwise.comm.solo import SoloComm
-from layerwise.comm.start import join_default_group, leave
+from layerwise.comm.start import join_default_group
 from layerwise.config import Config, SearchSpace
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.graph.fuse import fuse
@@ -137,23 +134,16 @@ def trained(plan: Plan, comm: Comm, job: Job) -> dict[str, object]:
     }
 
 
-def main() -> None:
-    """argv: the job as JSON, and where rank 0 writes the result."""
-    job, out = Job(**json.loads(sys.argv[1])), Path(sys.argv[2])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_S))
+def measure(job: Job) -> dict[str, object]:
+    """By network and strategy."""
     cpu = torch.device("cpu")
     comm = join_default_group(cpu, PATIENCE_S) if dist.get_world_size() > 1 else SoloComm(cpu)
     links = (latency_s(), bandwidth()) if comm.size > 1 else (1e-4, 1e8)
-    report = {
+    return {
         name: {way: trained(plan, comm, job) for way, plan in plans(name, job, comm.size, links).items()}
         for name in job.networks
     }
-    if comm.rank == 0:
-        out.write_text(json.dumps(report))
-    dist.barrier()
-    leave(0)
 
 
 if __name__ == "__main__":
-    main()
+    run(Job, measure, on_a_core=False)

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import time
 from dataclasses import dataclass, replace
-from datetime import timedelta
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -18,11 +13,11 @@ from benchmarks.common.networks import NETWORKS, SMALL, Network
 from benchmarks.ranks import cluster
 from benchmarks.ranks.cluster_plan import OPTIMIZER, in_short
 from benchmarks.ranks.cluster_variants import Ours, Torch
+from benchmarks.ranks.rank import PATIENCE_S, run
 from layerwise.api.arguments import ParallelOptions
 from layerwise.api.machine import machine_of
 from layerwise.api.planner import Planner, Request
 from layerwise.api.world import World, join
-from layerwise.comm.start import leave
 from layerwise.cost.model import CostModel
 from layerwise.graph.fuse import fuse
 from layerwise.importers.torch.from_torch import from_torch
@@ -89,14 +84,9 @@ def plans(name: str, world: World, job: Job) -> tuple[dict[str, Plan], dict[str,
     return {"searched": found[0], "equal": found[1]}, about
 
 
-def main() -> None:
-    """argv: the job as JSON, and where rank 0 writes the result."""
-    job, out = Job(**json.loads(sys.argv[1])), Path(sys.argv[2])
-    torch.set_num_threads(1)
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})
-    dist.init_process_group("gloo", timeout=timedelta(seconds=cluster.PATIENCE_S))
-    world = join(torch.device("cpu"), timeout_s=cluster.PATIENCE_S)
+def measure(job: Job) -> dict[str, object]:
+    """The figures; those of rank 0 are whole."""
+    world = join(torch.device("cpu"), timeout_s=PATIENCE_S)
     made, about = plans(job.network, world, job)
     network = network_of(job.network)
     batch = network.global_batch(world.size)
@@ -105,23 +95,19 @@ def main() -> None:
     variants = {name: Ours(network, plan, world.comm) for name, plan in made.items()}
     records = {name: cluster.Record() for name in variants}
     cluster.take_turns(cluster.Job("", [], job.budget_s, job.rounds, False, 0.0), variants, records)
-    if world.comm.rank == 0:
-        rows = {}
-        for name, variant in variants.items():
-            predicted = variant.plan.predicted
-            rows[name] = {
-                "step_s": median(records[name].times),
-                "times_s": records[name].times,
-                "predicted_s": [predicted[key] for key in ("timeline_low_s", "timeline_s", "timeline_high_s")],
-                "plan": in_short(variant.plan),
-                "losses": records[name].losses,
-            }
-        ideal_s = 1 / sum(1 / s for s in each_s)
-        result = {"kinds": world.kinds, "batch": batch, "alone_s": each_s, "ideal_s": ideal_s, "plans": rows, **about}
-        out.write_text(json.dumps(result))
-    dist.barrier()
-    leave(0)
+    rows = {}
+    for name, variant in variants.items():
+        predicted = variant.plan.predicted
+        rows[name] = {
+            "step_s": median(records[name].times),
+            "times_s": records[name].times,
+            "predicted_s": [predicted[key] for key in ("timeline_low_s", "timeline_s", "timeline_high_s")],
+            "plan": in_short(variant.plan),
+            "losses": records[name].losses,
+        }
+    ideal_s = 1 / sum(1 / s for s in each_s)
+    return {"kinds": world.kinds, "batch": batch, "alone_s": each_s, "ideal_s": ideal_s, "plans": rows, **about}
 
 
 if __name__ == "__main__":
-    main()
+    run(Job, measure)

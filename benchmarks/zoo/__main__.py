@@ -1,7 +1,7 @@
 """python -m benchmarks.zoo: published networks, imported, planned for 8 GPUs, and run on 2 ranks against PyTorch.
 
 Each network is tried in a process of its own, under a time limit. `--json FILE` keeps the rows, and goes on where it
-was; `--write` puts the table into docs/benchmarks/zoo.md. `make zoo` installs the packages.
+was. `make zoo` installs the packages.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from benchmarks.zoo.apart import tried
 from benchmarks.zoo.compare import TOLERANCES
 from benchmarks.zoo.networks import names
 from benchmarks.zoo.small import SMALL
-from benchmarks.zoo.table import page, show, summary
+from benchmarks.zoo.table import show, summary, tables
 from benchmarks.zoo.trial import Row, as_json, row_of
 
 
@@ -34,7 +34,6 @@ def main() -> int:
     parser.add_argument(
         "--untimed", action="store_true", help="no plans for 8 GPUs, no times: whether it is exact only"
     )
-    parser.add_argument("--write", type=Path, metavar="PAGE", help="the table's page, such as docs/benchmarks/zoo.md")
     asked = parser.parse_args()
     wanted = [name for name in (SMALL if asked.small else names()) if any(fnmatch(name, glob) for glob in asked.only)]
     if asked.list:
@@ -48,10 +47,7 @@ def main() -> int:
         if asked.json:
             asked.json.write_text(json.dumps([as_json(row) for row in known.values()], indent=1))
     rows = [known[name, asked.dtype] for name in wanted]
-    print(summary(rows))
-    if asked.write:
-        before = asked.write.read_text() if asked.write.exists() else ""
-        asked.write.write_text(page(rows, [row for row in known.values() if row.dtype != asked.dtype], before))
+    print(summary(rows), tables(rows), sep="\n")
     return int(any(row.wrong or (asked.small and not row.exact) for row in rows))
 
 

@@ -127,7 +127,7 @@ class Task:
             agreed = plan
             if way is not ways[-1]:
                 beside = replace(planner, graph=fuse(way.graph), request=replace(planner.request, effort="quick"))
-                choice = alone(comm, lambda beside=beside: beside.choose(None, plan))  # type: ignore[misc]
+                choice = alone(comm, partial(beside.choose, None, plan))
                 text = comm.broadcast_text("" if choice is None else choice.plan.dumps())
                 agreed = parse_plan(text, "rank 0's plan")
             run.calls.add(way, agreed, recorded)

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -36,7 +36,6 @@ from layerwise.progress import progress_bar
 from layerwise.run.parallel import ParallelModule, of, restore
 from layerwise.train.data import StepSampler
 from layerwise.train.loop import Trainer, least
-from layerwise.train.saving import Saving
 from layerwise.train.sources import Batch
 
 BATCH = 32  # samples of all ranks together, by default
@@ -78,7 +77,7 @@ class Fitted:
 @checked
 @handled(noted, signal.SIGUSR1)  # outside of the steps there is nothing to save
 def fit(
-    model: Model | ParallelModule,
+    model: Model,
     data: object,
     loss: Metric,
     optimizer: OptimizerLike,
@@ -102,11 +101,10 @@ def fit(
 
     The samples are shuffled by `options.seed` and the epoch alone, so losses and weights do not depend on the number of
     ranks. No sample is left out: a rest of less than half a batch joins the last batch. At the end an nn.Module is
-    plain again and has the trained values. A model that was parallel before, one of the meta device, and one of a file
-    stay parallel.
+    plain again and has the trained values. A model of the meta device and one of a file stay parallel.
 
     Args:
-        model: What `parallelize` takes, or what it returned.
+        model: What `parallelize` takes; it makes the model parallel by itself.
         data: (inputs, targets) tensors, or a map-style Dataset of (input, target); all ranks give the same.
         loss: A function of outputs and targets that is a mean over samples. One with class weights or ignored targets
             is refused, because its value would depend on the number of ranks.
@@ -124,8 +122,7 @@ def fit(
         checkpoint: A folder that all ranks share. It is written after every epoch, and where SIGUSR1 or SIGTERM asks
             for it; SIGTERM then ends the program with `checkpoint.STOPPED`.
         resume: Whether to go on from the checkpoint, which may be another number of ranks'.
-        options: Those of `parallelize`; the optimizer is known. A model that is parallel already takes `seed` and
-            `verbose` alone.
+        options: Those of `parallelize`; the optimizer is known.
         keywords: The other arguments of `parallelize`: strategy, memory_limit, compile and device_mesh.
 
     Returns:
@@ -143,12 +140,6 @@ def fit(
     """
     check_loss(loss)
     check_optimizer(optimizer, scheduler)
-    planning = replace(options, seed=DEFAULT.seed, verbose=DEFAULT.verbose) != DEFAULT
-    if isinstance(model, ParallelModule) and (keywords or planning):
-        raise LayerwiseError(
-            f"{next(iter(keywords), 'options')}= says how to make a model parallel, but this one is already: give it "
-            "to the call of parallelize that made it"
-        )
     check_autocast(autocast)
     if autocast == torch.float16:
         raise LayerwiseError(
@@ -165,8 +156,7 @@ def fit(
     for source in (train, evaluation):
         if source is not None and source.target is not None:
             check_targets(loss, source.target, source.name)
-    plain = isinstance(model, nn.Module) and not isinstance(model, ParallelModule)
-    plain = plain and not any(p.is_meta for p in model.parameters())  # type: ignore[union-attr]
+    plain = isinstance(model, nn.Module) and not any(p.is_meta for p in model.parameters())
     settings = replace(options, optimizer=planned(optimizer))
     module = _module(model, train, batch, settings, {"autocast": autocast, **keywords})
     built = build(optimizer, module)
@@ -182,42 +172,49 @@ def fit(
         if resumed is not None and schedule is not None:
             schedule.load_state_dict(resumed[1]["scheduler"])
 
-    def begin(steps: int) -> checkpoints.Writing | None:
+    def save(steps: int) -> None:
         nonlocal saved
-        if checkpoint is None or steps == saved:
-            return None
-        saved, state = steps, {} if schedule is None else {"scheduler": schedule.state_dict()}
-        return checkpoints.begin_saving(checkpoint, module, built, {**facts, "steps": steps, **state}, beside=False)
+        if checkpoint is not None and steps != saved:
+            saved, state = steps, {} if schedule is None else {"scheduler": schedule.state_dict()}
+            checkpoints.save(checkpoint, module, built, {**facts, "steps": steps, **state})
 
-    fitted, printing, saving = (
-        Fitted(module, built),
-        of(module).comm.rank == 0 and options.verbose,
-        Saving(of(module).comm, begin),
-    )
-    with saving.signals.taken(stop=checkpoint is not None):
+    def end_if_asked(steps: int) -> None:
+        """Saves if a signal has asked for it. Raises SystemExit if that is SIGTERM."""
+        number = signals.received()
+        if number is not None:
+            save(steps)
+        if number == signal.SIGTERM:
+            sys.exit(checkpoints.STOPPED)
+
+    fitted, printing = Fitted(module, built), of(module).comm.rank == 0 and options.verbose
+    with checkpoints.SaveSignals(of(module).comm).taken(stop=checkpoint is not None) as signals:
         while done < epochs * each:
             first, done = done, (done // each + 1) * each
-            loss_of, seconds, samples = _epoch(trainer, first, done, saving, quiet=not printing)
+            loss_of, seconds, samples = _epoch(trainer, first, done, end_if_asked, quiet=not printing)
             if schedule is not None:
                 schedule.step()
             results: dict[str, float] = {}
             if evaluation is not None:
                 with objective.arithmetic():
-                    results = evaluate(module, evaluation, loss, metrics or {}, partial(_end_if_asked, saving, done))
+                    results = evaluate(module, evaluation, loss, metrics or {}, partial(end_if_asked, done))
             epoch = Epoch(done // each, loss_of, seconds, samples, results)
             fitted.history.append(epoch)
             if printing:
                 console().print(epoch.line(epochs), soft_wrap=True)
-            saving.save(done)
-            saving.finish()
-            _end_if_asked(saving, done)
+            save(done)
+            end_if_asked(done)
     if plain:
         restore(module)
     return fitted
 
 
-def _epoch(trainer: Trainer[Batch], first: int, end: int, saving: Saving, *, quiet: bool) -> tuple[float, float, int]:
-    """Takes steps `first` to `end`. Returns their loss, the seconds of the slowest rank, and their samples."""
+def _epoch(
+    trainer: Trainer[Batch], first: int, end: int, after: Callable[[int], None], *, quiet: bool
+) -> tuple[float, float, int]:
+    """Takes steps `first` to `end`. Returns their loss, the seconds of the slowest rank, and their samples.
+
+    after: called with the steps that are done, where all ranks have met.
+    """
     began, loss, samples = time.perf_counter(), 0.0, 0
     with progress_bar("training", quiet=quiet) as bar:
         for step in trainer.run(end, first):
@@ -225,30 +222,18 @@ def _epoch(trainer: Trainer[Batch], first: int, end: int, saving: Saving, *, qui
             if bar is not None:
                 bar(step.number - first, end - first)
             if step.number == trainer.done < end:  # after the last the scheduler steps before anything is saved
-                _end_if_asked(saving, step.number)
+                after(step.number)
     everyone: list[float] = of(trainer.module).comm.all_gather_object(time.perf_counter() - began)
     return loss / samples, max(everyone), samples
 
 
-def _end_if_asked(saving: Saving, done: int) -> None:
-    """Saves where a signal asks for it; SystemExit where that is SIGTERM."""
-    if saving.asked(done):
-        sys.exit(checkpoints.STOPPED)
-
-
 def _module(
-    model: Model | ParallelModule,
+    model: Model,
     train: Feed,
     batch: int | None,
     options: ParallelOptions,
     keywords: Mapping[str, Any],
 ) -> ParallelModule:
-    if isinstance(model, ParallelModule):
-        if batch not in (None, of(model).plan.batch):
-            raise LayerwiseError(
-                f"the model is planned for batches of {model.plan.batch}, not {batch}: leave batch= out"
-            )
-        return model
     ranks = ranks_here() if options.comm is None else options.comm.size
     if train.count < ranks:
         raise LayerwiseError(f"the data set has {train.count} samples, too few for {ranks} ranks: start fewer")

@@ -1,4 +1,4 @@
-"""Loaders: one device's DataLoader for this rank of a parallel model, which loads its share of every batch."""
+"""split: one device's DataLoader for this rank of a parallel model, which loads its share of every batch."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
+from layerwise.arguments import checked
 from layerwise.checkpoint.signals import WorkerStart
 from layerwise.errors import LayerwiseError
 from layerwise.run.parallel import ParallelModule, of
 from layerwise.train.loop import least
 
 INSTEAD = "give parallelize what one rank calls the model with"
-OTHERWISE = "split its data set, layerwise.split(dataset, model), and make a loader of the share"
+OTHERWISE = "make a DataLoader of its data set, and split that"
 
 
 def example_of(loader: DataLoader[Any]) -> tuple[Tensor | tuple[Tensor, ...] | Mapping[str, Tensor], int]:
@@ -40,13 +41,39 @@ def example_of(loader: DataLoader[Any]) -> tuple[Tensor | tuple[Tensor, ...] | M
     return called, min(batch, len(data))
 
 
-def split_loader(loader: DataLoader[Any], module: ParallelModule) -> DataLoader[Any]:
-    """Returns a loader of this rank's share of every batch of `loader`. LayerwiseError where it cannot be shared."""
+@checked
+def split(loader: DataLoader[Any], model: ParallelModule) -> DataLoader[Any]:
+    """Returns a loader of this rank's share of every batch. Every rank calls it alike; together they have all samples.
+
+        loader = layerwise.split(loader, model)                      # after layerwise.parallelize
+
+    Rank 0 draws the batches of the loader, which is that of one device, and each rank loads its share of each. The
+    numbers are those of one device, step by step, also of a last batch that is not full. A loader that is not split
+    gives all ranks the same samples.
+
+    Args:
+        loader: The loader of one device; its batch size is that of all ranks together.
+        model: What `parallelize` returned.
+
+    Returns:
+        Another loader, of the same data set.
+
+    Raises:
+        LayerwiseError: The loader cannot be shared; when it is iterated, also where a batch has fewer samples than the
+            plan needs: leave such a batch out with `drop_last=True`.
+
+    Examples:
+        >>> import layerwise
+        >>> x, quiet = torch.randn(8, 4), layerwise.ParallelOptions(verbose=False)
+        >>> model = layerwise.parallelize(torch.nn.Linear(4, 2), x, options=quiet)  # on one rank
+        >>> [len(batch) for batch in layerwise.split(DataLoader(x, 8), model)]
+        [8]
+    """
     _check(loader)
     assert loader.batch_sampler is not None
     return DataLoader(
         loader.dataset,
-        batch_sampler=Shares(loader.batch_sampler, module),
+        batch_sampler=Shares(loader.batch_sampler, model),
         num_workers=loader.num_workers,
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
@@ -62,6 +89,8 @@ def split_loader(loader: DataLoader[Any], module: ParallelModule) -> DataLoader[
 def _check(loader: DataLoader[Any]) -> None:
     if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
         raise LayerwiseError(f"the loader draws no batches of numbered samples: {INSTEAD}")
+    if isinstance(loader.batch_sampler, Shares):
+        raise LayerwiseError("the loader has a rank's share already, by layerwise.split: split it once")
     if isinstance(getattr(loader.batch_sampler, "sampler", None), DistributedSampler):
         raise LayerwiseError(
             "the loader has a DistributedSampler, which gives each rank its samples already: give parallelize what a "

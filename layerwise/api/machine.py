@@ -28,7 +28,7 @@ from layerwise.machine.profiles import folder, parse, write
 from layerwise.measure.bench import Mode
 from layerwise.measure.check import changed_links
 from layerwise.measure.conditions import TYPES, conditions, mode_of, modes
-from layerwise.measure.job import Job, on_device
+from layerwise.measure.job import Job, KindRanks, on_device
 from layerwise.measure.links import conditions as link_conditions
 from layerwise.measure.links import measure_links, with_links
 from layerwise.measure.topology import find_topology
@@ -150,13 +150,12 @@ def _checked(planner: Planner, base: Machine, budget_s: float) -> Machine:
     topology = find_topology(comm)
     changed = changed_links(comm, profile.links, topology) if known and profile.links else None
     if changed and not budget_s:
-        return replace(base, notes=(*notes, changed.replace("links are measured again", "nothing is measured now")))
-    if changed or not known or profile.links is None:
-        notes += [changed] if changed else []
-        if budget_s:
-            with progress_bar("measuring links", quiet=comm.rank > 0) as progress:
-                links = measure_links(comm, topology, LINKS * budget_s, progress)
-            profile = with_links(profile, links, topology, link_conditions(comm, topology))
+        return replace(base, notes=(*notes, f"{changed}; nothing is measured now"))
+    if budget_s and (changed or not known or profile.links is None):
+        notes += [f"{changed}; measuring the links again"] if changed else []
+        with progress_bar("measuring links", quiet=comm.rank > 0) as progress:
+            links = measure_links(comm, topology, LINKS * budget_s, progress)
+        profile = with_links(profile, links, topology, link_conditions(comm, topology))
     if not budget_s:
         return Machine(profile, MEASURED.format(file), tuple(notes))
     profile, changed = _layers(planner, profile, began + budget_s - time.monotonic())
@@ -182,19 +181,16 @@ def _layers(planner: Planner, profile: Profile, budget_s: float) -> tuple[Profil
         where = conditions(mode, options.dtype, tf32, benchmark)
         base = profile if profile.kinds else on_device(profile, device, where)
         everyone = [Conditions(**row) for row in world.comm.all_gather_object(asdict(where))] if base.kinds else [where]
-        changed, turns = list[str](), 2 * len(base.kinds) or 1  # again with what was measured of the other kinds
-        for turn in range(turns):
-            kind, ranks = turn % max(len(base.kinds), 1), tuple[int, ...]()
-            if base.kinds:
-                ranks = tuple(r for r, k in zip(world.device_order, base.kind_of, strict=True) if k == kind)
-                where = replace(everyone[ranks[0]], device=base.kinds[kind].name)
-            devices = base.device_graph(world.size, min(world.gpus_per_node, world.size))
-            network = graph, devices, options, space
-            job = Job(base, where, None, mode, *network, budget_s / turns, world.comm, kind=kind, ranks=ranks)
-            summary = job.run(strategies, module, quiet=world.comm.rank > 0, every=False)
-            base = job.profile
-            changed += [summary.changed] if summary.changed else []
-    return base, " ".join(changed) or None
+        kinds = [KindRanks(where)]
+        if base.kinds:
+            kinds = []
+            for number, kind in enumerate(base.kinds):
+                ranks = tuple(r for r, k in zip(world.device_order, base.kind_of, strict=True) if k == number)
+                kinds.append(KindRanks(replace(everyone[ranks[0]], device=kind.name), number, ranks))
+        devices = base.device_graph(world.size, min(world.gpus_per_node, world.size))
+        job = Job(base, kinds, None, mode, graph, devices, options, space, budget_s, world.comm)
+        summary = job.run(strategies, module, quiet=world.comm.rank > 0, every=False)
+    return job.profile, summary.changed
 
 
 def strategies(model: CostModel, space: SearchSpace) -> list[Mapping[str, Config]]:

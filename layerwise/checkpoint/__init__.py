@@ -4,8 +4,8 @@
 finds the latest, `signals` handles SIGUSR1 and SIGTERM. The room knows `run`; `train` and `api` know it.
 """
 
-from layerwise.checkpoint.save_and_load import Writing, begin_saving, load, model_digest, resume, save
+from layerwise.checkpoint.save_and_load import load, model_digest, resume, save
 from layerwise.checkpoint.signals import STOPPED, SaveSignals
 from layerwise.checkpoint.step_folders import latest
 
-__all__ = ["STOPPED", "SaveSignals", "Writing", "begin_saving", "latest", "load", "model_digest", "resume", "save"]
+__all__ = ["STOPPED", "SaveSignals", "latest", "load", "model_digest", "resume", "save"]

@@ -6,26 +6,24 @@ DIR/step-00000012/checkpoint.json          checksums of these files, and facts a
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from layerwise.checkpoint.optimizer_state import Owned, Prepared, describe, merged, prepare
 from layerwise.checkpoint.reader import SEAL, Reader, seal
 from layerwise.checkpoint.shards import file_name, write_shards
-from layerwise.checkpoint.step_folders import begin, commit, find, latest, sole_writer
-from layerwise.comm.together import agree, in_thread, patiently
+from layerwise.checkpoint.step_folders import begin, commit, find, latest
+from layerwise.comm.together import agree, patiently
 from layerwise.errors import LayerwiseError, nearest
 from layerwise.files import JSON
 from layerwise.geometry import Box
@@ -50,7 +48,7 @@ def save(
     path.
 
     Args:
-        directory: DIR, on a file system that all ranks share; no other run may save there.
+        directory: DIR, on a file system that all ranks share; give every run its own.
         module: The parallel model.
         optimizer: A torch.optim optimizer over its parameters; None: only the model is saved.
         progress: Values for `load` to return, such as epoch, counters and seeds; rank 0's are saved.
@@ -71,40 +69,10 @@ def save(
         ...     load(folder, model)
         {'epoch': 3}
     """
-    return begin_saving(directory, module, optimizer, progress, keep, beside=False).finish()
-
-
-@dataclass(frozen=True, slots=True)
-class Writing:
-    """A checkpoint being written; it is complete when all ranks have called `finish`.
-
-    Attributes:
-        finish: Returns or raises what `save` does, after waiting for the writing thread.
-        future: The result of the thread that writes this rank's part; None: `finish` writes it.
-    """
-
-    finish: Callable[[], Path]
-    future: Future[JSON] | None
-
-    def written(self) -> bool:
-        """True if this rank's part is written, so that `finish` need not wait for it."""
-        return self.future is not None and self.future.done()
-
-
-def begin_saving(
-    directory: str | os.PathLike[str],
-    module: ParallelModule,
-    optimizer: Optimizer | None,
-    progress: Mapping[str, JSON],
-    keep: int = 2,
-    *,
-    beside: bool = True,
-) -> Writing:
-    """Begins to save. beside: a thread writes a copy of the state, so that training can go on."""
     comm, folder, steps = of(module).comm, Path(directory), of(module).steps_done
     failed = f"no checkpoint was saved in {os.fspath(folder)!r} (earlier ones are unchanged)"
     about: dict[str, JSON] = {"model": model_digest(of(module).layer_graph), "steps": steps}
-    about["progress"] = copy.deepcopy(dict(progress))
+    about["progress"] = dict(progress)
 
     def start() -> tuple[list[Shard], JSON]:
         if keep < 1:
@@ -115,10 +83,8 @@ def begin_saving(
             raise LayerwiseError(f"'progress' must consist of JSON values: {error}") from None
         facts, states = describe(optimizer, owned(module)) if optimizer is not None else (None, [])
         local = [*map(_in_checkpoint, filter(_writes, of(module).shards())), *states]
-        if beside:
-            local = [replace(shard, tensor=shard.tensor.detach().to("cpu", copy=True)) for shard in local]
-        if comm.rank == 0:
-            guards.enter_context(sole_writer(folder))
+        if comm.device.type == "cuda":
+            torch.cuda.synchronize(comm.device)  # a thread writes, whose stream is another
         name = begin(folder, steps).name if comm.rank == 0 else None
         answer: dict[str, Any] = {"steps": steps, "folder": name, "optimizer": facts}
         return local, answer
@@ -138,25 +104,16 @@ def begin_saving(
         seal(temporary, about, dict(file for file in written if file))
         return commit(temporary, steps, keep).name
 
-    def remove(error: object, *_: object) -> None:
-        if error is not None and comm.rank == 0:
+    shards, answers = agree(comm, start, failed)
+    temporary = folder / answers[0]["folder"]
+    try:
+        _, written = patiently(comm, lambda: (None, write()), failed)
+        _, names = agree(comm, lambda: (None, complete(written)), failed)
+    except BaseException:
+        if comm.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
-
-    def finish() -> Path:
-        meet, part = (agree, write) if future is None else (patiently, future.result)
-        with guards:
-            _, written = meet(comm, lambda: (None, part()), failed)
-            _, names = agree(comm, lambda: (None, complete(written)), failed)
-        return folder / str(names[0])
-
-    # until `finish`, no other run saves in this folder, and a failure leaves nothing behind
-    with ExitStack() as guards:
-        shards, answers = agree(comm, start, failed)
-        temporary = folder / answers[0]["folder"]
-        guards.push(remove)
-        guards = guards.pop_all()
-    future = in_thread(write, "layerwise checkpoint") if beside else None
-    return Writing(finish, future)
+        raise
+    return folder / str(names[0])
 
 
 def _writes(shard: Shard) -> bool:

@@ -1,38 +1,26 @@
-"""The folders of a run's checkpoints: finds, creates and removes them, and locks DIR for one writer.
+"""The folders of a run's checkpoints: finds, creates and removes them.
 
     DIR/step-00000012/             complete: it gets this name once all of it is on disk
-    DIR/.step-00000012.tmp-1f3a/   being written, or left by a crash: the next save removes it
+    DIR/.step-00000012.tmp-1f3a/   being written, or left by a crash: a save of this step or a later one removes it
     DIR/.step-00000012.replaced    complete, but put aside while another one of the same step takes its name
-    DIR/.writer                    locked by the one run that writes into DIR; the system unlocks it when that ends
 
 None of these may be a link: its target must not be renamed or removed.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 import re
 import shutil
-import socket
-import sys
-import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final
 
 from layerwise.checkpoint.reader import SEAL
 from layerwise.errors import LayerwiseError
 from layerwise.tensorfile import sync_folder
 
-MARK: Final = ".writer"
-POLL_S = 0.1
-_locked: set[Path] = set()  # by this process
 _COMPLETE = re.compile(r"step-(\d{8,})|\.step-(\d{8,})\.replaced")
-_TEMPORARY = re.compile(r"\.step-\d{8,}\.tmp-\w+")
+_TEMPORARY = re.compile(r"\.step-(\d{8,})\.tmp-\w+")
 
 
 def latest(directory: str | os.PathLike[str]) -> Path | None:
@@ -58,11 +46,14 @@ def find(checkpoint: str | os.PathLike[str]) -> Path:
 
 
 def begin(directory: Path, steps: int) -> Path:
-    """Creates DIR and an empty temporary folder for a step's checkpoint; removes what crashes have left there."""
+    """Creates DIR and an empty temporary folder for a step's checkpoint; removes what crashes have left there.
+
+    What is there of later steps may be another run's, which someone has started with the same folder, and stays.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     _complete(directory)  # reports links before anything is written
     for path in directory.iterdir():
-        if _TEMPORARY.fullmatch(path.name):
+        if (left := _TEMPORARY.fullmatch(path.name)) and int(left[1]) <= steps:
             folder = path.is_dir() and not path.is_symlink()
             shutil.rmtree(path, ignore_errors=True) if folder else path.unlink(missing_ok=True)
     temporary = _temporary(directory, steps)
@@ -126,67 +117,3 @@ def _remove(path: Path, steps: int) -> None:
     except OSError:
         return
     shutil.rmtree(doomed, ignore_errors=True)
-
-
-@contextmanager
-def sole_writer(directory: str | os.PathLike[str], patience_s: float = 0.0) -> Iterator[None]:
-    """Returns a context in which no other process writes into DIR, which is created, and removed if no checkpoint came.
-
-    Raises LayerwiseError if another process still writes there after `patience_s` seconds (stderr says that it waits),
-    and OSError if nothing can be written. On a file system without locks, only writing is tested.
-    """
-    folder = Path(os.path.realpath(directory))
-    mark = folder / MARK
-    if mark in _locked:
-        yield
-        return
-    created = [path for path in (folder, *folder.parents) if not path.exists()]
-    try:
-        lock = _lock(mark, os.fspath(directory), patience_s)
-        _locked.add(mark)
-        try:
-            yield
-        finally:
-            _locked.discard(mark)
-            with suppress(OSError):
-                mark.unlink()  # while locked, so that whoever has opened it meanwhile sees that it is gone
-            os.close(lock)
-    finally:
-        for path in created:
-            with suppress(OSError):  # it contains checkpoints
-                path.rmdir()
-
-
-def _lock(mark: Path, directory: str, patience_s: float) -> int:
-    """Returns the descriptor of the locked file. fcntl locks are not inherited by forked processes."""
-    until, told = time.monotonic() + patience_s, False
-    while True:
-        # the run before may have removed the folder, as it saved nothing
-        mark.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            lock = os.open(mark, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-        except FileNotFoundError:
-            continue
-        try:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            taken = False
-        except OSError as error:
-            taken = error.errno in (errno.EACCES, errno.EAGAIN)  # otherwise the file system has no locks
-        if not taken:
-            with suppress(FileNotFoundError):
-                if os.path.samestat(mark.stat(), os.fstat(lock)):
-                    break
-            os.close(lock)  # its holder has just ended and removed it
-            continue
-        who = os.read(lock, 200).decode(errors="replace").strip() or "unknown process"
-        os.close(lock)
-        text = f"another run is writing checkpoints into {directory!r} ({who})"
-        if time.monotonic() >= until:
-            raise LayerwiseError(f"{text}: use a separate folder for every run, or wait until that one has ended")
-        if not told:
-            print(f"layerwise: {text}: waiting up to {patience_s:.0f} s for it to end", file=sys.stderr, flush=True)
-        told = True
-        time.sleep(POLL_S)
-    os.ftruncate(lock, 0)
-    os.write(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-    return lock

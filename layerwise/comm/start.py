@@ -81,12 +81,12 @@ def read_environment(environment: Mapping[str, str]) -> Seat | None:
     )
 
 
-def start(timeout_s: float = 30.0, backend: Backend | None = None, device: str | None = None) -> Comm:
+def start(timeout_s: float = 30.0, device: str | None = None) -> Comm:
     """Joins the other ranks. Returns a SoloComm without torchrun's environment, or if there is one rank.
 
-    timeout_s: for the others to arrive, and later for every operation. device: default a GPU if there is one. backend:
-    default NCCL if every rank of this node has its own GPU, else gloo. Raises LayerwiseError for an invalid
-    environment, and CommError if ranks do not arrive or do not fit together.
+    timeout_s: for the others to arrive, and later for every operation. device: default a GPU if there is one. NCCL
+    sends if every rank of this node has its own GPU, else gloo. Raises LayerwiseError for an invalid environment, and
+    CommError if ranks do not arrive or do not fit together.
 
     Call it in the main thread, and call `leave` at the end: it handles SIGTERM, and a thread may end this process, with
     one line on stderr, if another rank has failed and the main thread does not return.
@@ -97,12 +97,8 @@ def start(timeout_s: float = 30.0, backend: Backend | None = None, device: str |
     where = _device(seat, device)
     if seat is None or seat.size == 1:
         return SoloComm(where)
-    backend = backend or _backend(seat, where)
-    if backend == "nccl" and (where.type != "cuda" or torch.cuda.device_count() < seat.local_size):
-        raise LayerwiseError(
-            f"NCCL needs a GPU for each of the {seat.local_size} ranks of a node, but there are "
-            f"{torch.cuda.device_count()} here and rank {seat.rank} computes on {where}: use gloo"
-        )
+    own_gpu = where.type == "cuda" and torch.cuda.device_count() >= seat.local_size
+    backend: Backend = "nccl" if own_gpu and dist.is_nccl_available() else "gloo"
     if where.type == "cuda":
         torch.cuda.set_device(where)
     stores = connect(seat, timeout_s)
@@ -204,11 +200,6 @@ def default_device(local_rank: int) -> torch.device:
     """Returns a GPU for this rank of a node, or the CPU."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return torch.device("cuda", local_rank % count) if count else torch.device("cpu")
-
-
-def _backend(seat: Seat, device: torch.device) -> Backend:
-    own_gpu = device.type == "cuda" and torch.cuda.device_count() >= seat.local_size
-    return "nccl" if own_gpu and dist.is_nccl_available() else "gloo"
 
 
 def _watch(seat: Seat, own: Store, timeout_s: float, members: Group | None = None) -> Watch:

@@ -37,10 +37,11 @@ T = TypeVar("T")
 
 
 class Watch:
-    """One rank's watch. Calls to the store block if the network is cut, so the main thread makes none of them.
+    """A thread that shows the other ranks that this one is alive, and names the rank that failed.
 
-    It stops before the interpreter does: CPython (to 3.13) ends a thread that returns from torch's C++ later in a
-    destructor, and C++ then aborts the process ("terminate called without an active exception").
+    Calls to the store block if the network is cut, so the main thread makes none of them. The thread stops before the
+    interpreter does: CPython (to 3.13) ends a thread that returns from torch's C++ later in a destructor, and C++ then
+    aborts the process ("terminate called without an active exception").
 
     Args:
         store: A connection for this watch only.

@@ -8,40 +8,36 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
 
 from layerwise.api.race import STEPS, WARM_UP, agreed_plans, kept, line, next_best, random_state_kept, timed
+from layerwise.checkpoint.reader import SEAL
 from layerwise.checkpoint.signals import STOPPED, handled
-from layerwise.checkpoint.step_folders import sole_writer
+from layerwise.checkpoint.step_folders import latest
 from layerwise.cli import check_files, console, run_main
 from layerwise.comm.base import Comm
 from layerwise.comm.guard import noted
 from layerwise.comm.start import leave, start
-from layerwise.comm.together import alone, patiently
+from layerwise.comm.together import agree, alone
 from layerwise.errors import LayerwiseError
-from layerwise.files import write_text
+from layerwise.files import check_writable
 from layerwise.plan import Plan, load_plan, parse_plan
-from layerwise.report import as_json, html, text
-from layerwise.report.content import Lines, Picture, Report, Table
-from layerwise.report.figures import svg
+from layerwise.report import as_json, text
 from layerwise.run.compiling import settings_of
 from layerwise.run.options import RuntimeOptions, plan_digest, searched_with, uses_local_batch_norm
 from layerwise.run.parallel import of
 from layerwise.run.step_check import StepCheck
-from layerwise.search.plot.devices import layers
 from layerwise.search.rebuild import rebuild, replan
-from layerwise.trace import Trace
-from layerwise.train import compare_times
 from layerwise.train.compare import ALLOWED, ARITHMETIC
 from layerwise.train.flags import parser
 from layerwise.train.loop import OPTIMIZERS, Settings
-from layerwise.train.report import Result, beginning, ending, steps_shown
+from layerwise.train.report import beginning, ending, steps_shown
 from layerwise.train.session import Session, enough_memory
 
-GONE = 3  # time-outs: after so long a rank of an earlier start has ended, one that is cut off, too
 PATIENCE_S = 10.0  # of ranks other than 0, before they report a mistake that all ranks can see
 
 
@@ -84,50 +80,45 @@ def _hushed(run: Callable[[], int]) -> int:
 
 
 def _run(args: argparse.Namespace, plan: Plan) -> int:
-    with start(args.timeout) as comm, contextlib.ExitStack() as places:
+    with start(args.timeout) as comm, contextlib.ExitStack() as memory:
         comm.handshake(_flags(args))
-        patiently(comm, lambda: (_take_places(args, comm.rank, places), None))
+        agree(comm, partial(_check_places, args, comm.rank))
         if args.replan and comm.size != plan.gpus:
             plan = _replanned(args, plan, comm)
-        places.enter_context(enough_memory(plan, comm.rank))
+        memory.enter_context(enough_memory(plan, comm.rank))
         raced = ""
         if args.race > 1 and comm.size > 1:
             plan, raced = _raced(args, plan, comm)
         session = _session(args, plan, comm)
         resumed = session.resume() if args.resume else None
         steps = args.steps if args.steps is not None else (args.epochs or 1) * session.sampler.per_epoch
-        if args.compare:
-            compare_times.check(plan, steps - session.first, args.accumulate)
-            of(session.module).trace = of(session.module).trace or Trace(device=comm.device)
-        trace, said = of(session.module).trace, list[str]()
+        said = list[str]()
         step_check = StepCheck.of(session.plan, said.append) if comm.rank == 0 else None
         of(session.module).step_check = step_check
-        started = beginning(plan, data=session.data_text(), training=session.training_text(steps))
         if comm.rank == 0:
             lines = [raced] if raced else []
             if args.resume:
                 none = f"no checkpoint in {args.checkpoint}: starting anew"
                 lines.append(none if resumed is None else f"going on from {resumed}")
             out = console(stderr=args.json)
-            out.print(text.parts([started]))
+            out.print(text.parts([beginning(plan, data=session.data_text(), training=session.training_text(steps))]))
             for each in lines:
                 out.print(each, soft_wrap=True)
             _trained(args, session, steps)
         else:
             for _ in session.train(steps):
                 pass
-        if session.saving.stopped:
+        if session.stopped:
             return STOPPED
         result = session.finish()
-        times = None
-        if args.compare and trace is not None:
-            seconds = [step.seconds for step in result.steps]
-            times = compare_times.compare_times(trace, session.module, seconds, comm)
         if comm.rank == 0:
-            told: dict[str, object] = {"times": times.as_dict()} if times else {}
-            told |= {"step_check": step_check.outcome} if step_check and step_check.outcome else {}
-            tables = started, ending(result, ALLOWED[args.dtype], args.dtype)
-            _print(args, session, result, [*tables, *(compare_times.tables(times) if times else ())], said, told)
+            out = console(stderr=args.json)
+            out.print(text.parts([ending(result, ALLOWED[args.dtype], args.dtype)]))
+            for note in (*said, *session.notes()):
+                out.print(note, soft_wrap=True)
+            if args.json:
+                told = {"step_check": step_check.outcome} if step_check and step_check.outcome else {}
+                print(as_json.text({**result.as_dict(), **told}))
         beyond = result.compare is not None and bool(result.compare.beyond(ALLOWED[args.dtype]))
         return int(comm.broadcast_text(str(int(beyond))))  # rank 0 has compared
 
@@ -138,7 +129,7 @@ def _trained(args: argparse.Namespace, session: Session, steps: int) -> None:
     with steps_shown(where, steps, session.first) as show:
         for step in session.train(steps):
             show(step)
-    if session.saving.stopped:
+    if session.stopped:
         saved = f"SIGTERM: saved {session.latest}, from which --resume goes on; exit status {STOPPED}"
         console(stderr=args.json).print(saved, soft_wrap=True)
 
@@ -183,41 +174,9 @@ def _session(args: argparse.Namespace, plan: Plan, comm: Comm) -> Session:
         compare=args.compare_single,
         folder=args.checkpoint,
         every=args.checkpoint_every,
-        mtbf_s=3600 * args.mtbf,
         on_nan=args.on_nan,
         trace=args.trace,
     )
-
-
-def _print(
-    args: argparse.Namespace,
-    session: Session,
-    result: Result,
-    tables: Sequence[Table],
-    said: Sequence[str],
-    told: Mapping[str, object],
-) -> None:
-    """The end of a run; with --html the whole of it as a page.
-
-    Args:
-        args: The command's arguments.
-        session: What has trained.
-        result: What it came to.
-        tables: What was said at the beginning, and what is to be said now.
-        said: Lines that the training has left.
-        told: What programs are told beside the result.
-    """
-    out, plan, notes = console(stderr=args.json), result.plan, [*said, *session.notes()]
-    out.print(text.parts(tables[1:]))
-    if args.html is not None:
-        picture = Picture(lambda: svg(layers(plan)), "the plan: layers from left to right, ranks from top to bottom")
-        shown = Report(plan.model, f" on {plan.gpus} ranks", [picture, *tables, Lines(notes)])
-        write_text(args.html, html.page(shown))
-        notes.append(f"page written to {args.html}")
-    for note in notes:
-        out.print(note, soft_wrap=True)
-    if args.json:
-        print(as_json.text({**result.as_dict(), **told}))
 
 
 def _world() -> int:
@@ -266,10 +225,10 @@ def _check(args: argparse.Namespace, plan: Plan) -> None:
 def _flags(args: argparse.Namespace) -> dict[str, str]:
     """Returns the flags that every rank must be given alike.
 
-    Not --json and --html, which are rank 0's, nor the names of files, whose contents are compared.
+    Not --json, which is rank 0's, nor the names of files, whose contents are compared.
     """
     said = {True: "yes", False: "no", None: ""}
-    own = ("plan", "weights", "json", "html")
+    own = ("plan", "weights", "json")
     return {
         f"--{name.replace('_', '-')}": said[value] if value is None or isinstance(value, bool) else str(value)
         for name, value in vars(args).items()
@@ -277,20 +236,23 @@ def _flags(args: argparse.Namespace) -> dict[str, str]:
     }
 
 
-def _take_places(args: argparse.Namespace, rank: int, places: contextlib.ExitStack) -> bool:
-    """LayerwiseError where rank 0 could not write: before the training. `places` holds the folder of checkpoints."""
-    if rank:
-        return False
-    check_files({"--trace": args.trace, "--html": args.html})
-    if args.checkpoint is not None:
+def _check_places(args: argparse.Namespace, rank: int) -> tuple[None, None]:
+    """Raises LayerwiseError, before the training, if rank 0 could not write, or would write among another run's."""
+    if rank == 0:
+        check_files({"--trace": args.trace})
+    if rank == 0 and args.checkpoint is not None:
         try:
-            places.enter_context(sole_writer(args.checkpoint, GONE * args.timeout if args.resume else 0.0))
+            Path(args.checkpoint).mkdir(parents=True, exist_ok=True)
         except (OSError, ValueError) as error:
-            if isinstance(error, LayerwiseError):
-                raise
             reason = error.strerror if isinstance(error, OSError) else error  # ValueError: a path with a NUL
             raise LayerwiseError(f"--checkpoint {args.checkpoint}: {reason}") from error
-    return True
+        check_writable(Path(args.checkpoint) / SEAL)
+        if not args.resume and (saved := latest(args.checkpoint)) is not None:
+            raise LayerwiseError(
+                f"--checkpoint {args.checkpoint} has a checkpoint already ({saved.name}), and one of this run would be "
+                "taken for its next: go on from it with --resume, or name another folder"
+            )
+    return None, None
 
 
 def _optimizer(args: argparse.Namespace, plan: Plan) -> str:

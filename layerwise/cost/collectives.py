@@ -161,7 +161,9 @@ def _slowest(group: GroupShape, graph: DeviceGraph) -> tuple[float, float]:
 
 
 def _hierarchical_s(size_bytes: float, group: GroupShape, graph: DeviceGraph) -> float:
-    """One direction: a ring in the node, then rings of equal shards across nodes, and so on outwards."""
+    """Seconds of one direction of the hierarchical algorithm: a ring in each node, then rings of equal shards across
+    nodes, and so on outwards.
+    """
     total, shard = 0.0, size_bytes
     for number, fan in enumerate(group.fan):
         if fan > 1:

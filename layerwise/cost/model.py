@@ -95,7 +95,10 @@ class CostModel(Setting):
         self._edges: dict[object, dict[str, Floats]] = {}
         self._small_edges: dict[object, dict[str, Floats]] = {}
         self._pairs: dict[object, dict[Pair, dict[str, Floats]]] = {}
+        self._layer_s: dict[tuple[int, Config], float] = {}
+        self._pair_s: dict[tuple[object, Pair], float] = {}
         self._cells: dict[int, tuple[tuple[Config, ...], tuple[Config, ...], list[int]]] = {}
+        self._same: dict[tuple[Config, ...], tuple[Config, ...]] = {}
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """The result of `make`, cached under `key`, which must determine it."""
@@ -258,11 +261,13 @@ class CostModel(Setting):
         return costs
 
     def _distinct(self, configs: tuple[Config, ...]) -> tuple[tuple[Config, ...], list[int]]:
-        """`distinct_cells`; of many, they are looked at once."""
+        """`distinct_cells`; many are looked at once, and equal ones are one object, so that edges share tables."""
         if len(configs) <= MANY:
             return distinct_cells(configs)
         if id(configs) not in self._cells:
-            self._cells[id(configs)] = configs, *distinct_cells(configs)  # kept, so that no other object gets its id
+            cells, rows = distinct_cells(configs)
+            # `configs` is kept so that no other object gets its id.
+            self._cells[id(configs)] = configs, self._same.setdefault(cells, cells), rows
         _, cells, rows = self._cells[id(configs)]
         return cells, rows
 
@@ -282,10 +287,24 @@ class CostModel(Setting):
         """The sum of `edge_costs`. Do not write to it."""
         return reduce(np.add, self.edge_costs(name, sources, targets, watched).values())
 
-    def pair_costs(self, name: EdgeName, pairs: Sequence[Pair]) -> list[float]:
-        """`edge_cost` for some pairs of configurations of its ends."""
-        known = self._priced(name, pairs)
-        return [float(reduce(np.add, known[pair].values())[0, 0]) for pair in pairs]
+    def layer_s(self, layer: Layer, config: Config) -> float:
+        """Seconds of `node_cost` under one configuration."""
+        key = self.kind(layer), config
+        if key not in self._layer_s:
+            self._layer_s[key] = float(self.node_cost(layer, (config,)).total[0])
+        return self._layer_s[key]
+
+    def pair_s(self, name: EdgeName, pair: Pair) -> float:
+        """Seconds of `edge_cost` for one pair of configurations."""
+        key = self._kinds_of(name), pair
+        if key not in self._pair_s:
+            self._pair_s[key] = float(reduce(np.add, self._priced(name, (pair,))[pair].values())[0, 0])
+        return self._pair_s[key]
+
+    def step_s(self, strategy: Strategy) -> float:
+        """Equation 1 of a complete strategy."""
+        own = sum(self.layer_s(layer, strategy[layer.name]) for layer in self.graph.layers)
+        return own + sum(self.pair_s(edge, (strategy[edge[0]], strategy[edge[1]])) for edge in self.graph.edges())
 
     def _priced(self, name: EdgeName, pairs: Iterable[Pair]) -> dict[Pair, dict[str, Floats]]:
         """(1, 1) seconds by term for at least these pairs; unknown ones are priced together."""

@@ -9,7 +9,6 @@ from functools import reduce
 import numpy as np
 
 from layerwise.cost.compute.roofline import ComputeTime
-from layerwise.cost.terms import LAYER_TERMS
 from layerwise.geometry.arrays import Floats, Ints
 
 COMPUTE_PARTS = tuple(part.name for part in fields(ComputeTime))
@@ -38,18 +37,13 @@ class NodeCost:
         return NodeCost(compute, {name: cost[rows] for name, cost in self.seconds.items()}, tuple(kinds))
 
     def of_kind(self, kind: int) -> ComputeTime:
-        """That of one kind of devices."""
+        """The times of one kind of devices."""
         return self.kinds[kind] if self.kinds else self.compute
 
     @property
     def total(self) -> Floats:
         """Seconds by configuration, (C,)."""
         return reduce(np.add, self.seconds.values())
-
-    @property
-    def overlapped(self) -> Floats:
-        """(C,) the part that overlaps the backward pass."""
-        return reduce(np.add, [self.seconds[term.name] for term in LAYER_TERMS if term.overlaps])
 
 
 def _joined(times: Sequence[ComputeTime]) -> ComputeTime:

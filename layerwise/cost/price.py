@@ -293,6 +293,8 @@ def warnings(model: CostModel) -> Iterator[str]:
             "needs two: use larger samples, or more (--global-batch)."
         )
     sets, dtype = model.devices.layers, model.options.dtype
+    if dtype == "float64" and model.graph.dtype == "float32":
+        yield "WARNING: bytes and memory are those of float32 tensors: a run in float64 needs twice as much of both."
     if not sets:
         return
     if model.measurements is None:

@@ -86,7 +86,7 @@ class Feeding:
 
 
 def feeding(graph: LayerGraph, devices: int, options: CostOptions) -> Feeding:
-    """What each device is fed, if `options` leave that open."""
+    """How devices are fed: as `options` say, or, if they leave it open, by the batch and the network's outputs."""
     if options.io != "auto":
         return Feeding(options.io)
     if graph.batch >= devices:

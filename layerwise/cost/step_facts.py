@@ -59,8 +59,7 @@ def transfer_s(model: CostModel, strategy: Strategy, layer: Layer, slot: int, *,
     times = model.directions(name)
     if times < (1 if forward else 2):
         return 0.0
-    ends = (strategy[source].cells,), (strategy[layer.name].cells,)
-    return float(model.edge_cost(name, *ends)[0, 0]) / times
+    return model.pair_s(name, (strategy[source].cells, strategy[layer.name].cells)) / times
 
 
 def gradient_sums(model: CostModel, layer: Layer, config: Config) -> list[GradientSum]:
@@ -76,8 +75,12 @@ def gradient_sums(model: CostModel, layer: Layer, config: Config) -> list[Gradie
 
 def gathers(model: CostModel, layer: Layer, config: Config) -> list[GradientSum]:
     """Who gathers a layer's parameters from the shards that each device keeps, and sums their gradients."""
-    shared = shares_of(model, layer, model.layout(layer, (config,)))
-    return list(_sums(layer, config, shared, states_of(layer, config)))
+
+    def made() -> list[GradientSum]:
+        shared = shares_of(model, layer, model.layout(layer, (config,)))
+        return list(_sums(layer, config, shared, states_of(layer, config)))
+
+    return model.once((gathers, model.kind(layer), config), made)
 
 
 def gathered_alone(model: CostModel, layer: Layer, config: Config) -> bool:

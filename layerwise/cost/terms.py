@@ -200,7 +200,6 @@ class LayerTerm(Term):
     recomputes: bool = False  # whether recomputation repeats it
     span: Category | None = None  # in the simulated step: its devices wait for each other, half of it in each direction
     by_states: bool = False  # whether it also depends on how parameters and states are sharded
-    overlaps: bool = False  # with the backward pass, so that the search may weigh it less
 
     def sent_bytes(self, setting: Setting, layer: Layer, layout: Layout, *, recomputed: bool = False) -> float:
         """Bytes that all devices hand to the network, under the first configuration."""
@@ -301,7 +300,7 @@ COMPUTE = Term(name="compute", equation=8, column="t_C")  # its seconds are `Nod
 TRANSFER = EdgeTerm(
     name="transfer", equation=24, column="t_X in", traffic="transfer", seconds=transfer_s, sent_bytes=transfer_bytes
 )
-_OF_GRADIENTS = partial(LayerTerm, equation=20, column="t_S", phases={"gradient_s": 1.0}, by_states=True, overlaps=True)
+_OF_GRADIENTS = partial(LayerTerm, equation=20, column="t_S", phases={"gradient_s": 1.0}, by_states=True)
 SYNC = _OF_GRADIENTS(name="sync", traffic="sync", seconds=sync_s, collectives=syncs)
 GATHER = _OF_GRADIENTS(name="gather", traffic="gather", seconds=gather_s, collectives=gathers)
 STATISTICS = LayerTerm(

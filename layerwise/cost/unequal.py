@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from layerwise.config import MAX_WEIGHT
 from layerwise.geometry.arrays import Floats, Ints
 from layerwise.machine import DeviceGraph
 
@@ -53,5 +54,6 @@ def balanced(whole_s: Floats, part_s: Floats, parts: int, counts: Ints) -> Float
 
 
 def _whole(parts: Floats) -> Ints:
-    whole: Ints = np.rint(parts / parts.min() * FINEST).astype(np.int64)
+    unit = max(parts.min() / FINEST, parts.max() / MAX_WEIGHT)
+    whole: Ints = np.maximum(np.rint(parts / unit), 1).astype(np.int64)
     return whole

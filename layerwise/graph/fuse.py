@@ -186,7 +186,7 @@ def _grouped(
     renamed: dict[str, str],
     done: dict[str, Layer],
 ) -> Layer:
-    """One layer from a leader, its epilogue and the views of all their inputs."""
+    """Returns one layer made of a leader, its epilogue and the views of all their inputs."""
     inputs = list(head.inputs[: len(head.specs)])
     tied_inputs = list(head.inputs[len(head.specs) :])
     parameters, tied, joined = list(head.parameters), list(head.tied), []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from layerwise.arguments import checked
 from layerwise.errors import LayerwiseError
@@ -15,9 +15,6 @@ from layerwise.ops.facts import Parameter, Space
 from layerwise.ops.opaque import TorchOp
 from layerwise.ops.specs import same
 from layerwise.tensor import ITEM_BYTES, TensorSpec
-
-if TYPE_CHECKING:
-    pass
 
 
 class StageGradients(NamedTuple):

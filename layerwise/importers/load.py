@@ -20,6 +20,7 @@ from layerwise.models import find, names
 from layerwise.ops.base import Role
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
     from layerwise.importers.torch.read.arguments import Arguments, Call, OutputStructure
@@ -91,15 +92,18 @@ def load_model(spec: str, batch: Count, input_shape: tuple[int, ...] | None = No
     return written.rebatch(batch)
 
 
-def load_network(spec: str, batch: int, input_shape: tuple[int, ...] | None = None) -> Network:
-    """Returns `load_model`'s network with its values."""
+def load_network(
+    spec: str, batch: int, input_shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None
+) -> Network:
+    """Returns `load_model`'s network with its values. dtype: what the run computes in; None: the model's own type."""
     if batch < 1:
         raise LayerwiseError(f"the global batch must be at least 1, not {batch}")
     suffix = Path(spec).suffix.lower()
     if names_code(spec):
         network, inputs = called(spec, input_shape)
         with refused():
-            return network_of(network, inputs, batch, spec.partition(":")[2])
+            made = network_of(network, inputs, batch, spec.partition(":")[2])
+            return made if dtype is None else with_constants(made, inputs, {}, dtype)
     if input_shape is not None:
         raise LayerwiseError(f"model {spec!r} has its own input shape: --input-shape is for package.module:callable")
     if suffix == ".onnx":
@@ -202,6 +206,40 @@ def network_of(
         inputs_without_gradient=imported.inputs_without_gradient, shared=() if fed is None else fed.shared,
         shared_found=fed is not None and fed.found, together=together,
     )  # fmt: skip
+
+
+def with_constants(
+    network: Network, examples: Sequence[object], kwargs: Mapping[str, object], dtype: torch.dtype
+) -> Network:
+    """Returns a module's network with the constants that its forward pass computes in another element type.
+
+    A table that a model computes in its own type, such as the sines of positions, has more digits in a wider type.
+    Raises LayerwiseError if the module has other constants in that type.
+    """
+    import copy
+
+    import torch
+    from torch.utils import _pytree as pytree
+
+    from layerwise.tensorfile import dtype_name
+
+    graph, computed = network.graph, sorted(network.stored.keys() - {*network.keys, *network.keys.values()})
+    if network.module is None or graph.dtype == dtype_name(dtype) or not computed:
+        return network
+    module = copy.deepcopy(network.module).to(dtype)
+    call = pytree.tree_map_only(
+        torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, (tuple(examples), dict(kwargs))
+    )
+    with IMPORTING:
+        wide = traced(module, call, "", trusted=True, shared=network.shared).stored
+    if missing := [name for name in computed if name not in wide]:
+        raise LayerwiseError(
+            f"the model computes other constants in {dtype_name(dtype)} than in {graph.dtype} (not {missing[0]!r}): "
+            f"run it in {graph.dtype}"
+        )
+    values = {name: wide[name] for name in computed}
+    built = {name: value for name, read in values.items() if isinstance(value := read(), torch.Tensor)}
+    return replace(network, stored={**network.stored, **values}, built={**network.built, **built})
 
 
 def network_with(

@@ -40,7 +40,14 @@ def called(spec: str, input_shape: tuple[int, ...] | None = None) -> tuple[nn.Mo
     if inputs is None:
         first = next(network.parameters(), torch.empty(0))
         inputs = torch.randn(2, *(input_shape or ()), device=first.device, dtype=first.dtype)
-    return network, tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
+    inputs = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
+    places = {x.device.type for x in inputs if isinstance(x, torch.Tensor)}
+    if "meta" in places and any(p.device.type != "meta" for p in network.parameters()):
+        raise LayerwiseError(
+            f"model {spec!r} returned inputs on the meta device and a module with values: return inputs with "
+            "values, or build the module on the meta device, too"
+        )
+    return network, inputs
 
 
 def _imported(spec: str, module: str) -> ModuleType:

@@ -34,6 +34,7 @@ class Operand:
     spec: TensorSpec  # parameters have no labels; constants only n, if they have a row for every sample
     value: NDArray[np.generic] | None = field(default=None, compare=False, repr=False)
     transposed: bool = False  # whether it is the transpose of the matrix `name`
+    whole: Operand | None = None  # the activation whose leading dimensions it merges (see `Placer`)
 
     @property
     def shape(self) -> tuple[int, ...]:

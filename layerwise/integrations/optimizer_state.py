@@ -31,7 +31,7 @@ def parallel_modules(module: nn.Module, path: str = "") -> Iterator[tuple[str, P
             yield from parallel_modules(child, f"{path}.{name}" if path else name)
 
 
-def full_state(optimizer: Optimizer, module: nn.Module, *, gather: bool = True, prefix: str = "") -> dict[str, Any]:
+def full_state(optimizer: Optimizer, module: nn.Module, *, prefix: str = "") -> dict[str, Any]:
     """Returns `optimizer.state_dict()` with full tensors on the CPU, and with names. All ranks call it.
 
     An optimizer of the plain module on one device takes it, too.
@@ -39,7 +39,6 @@ def full_state(optimizer: Optimizer, module: nn.Module, *, gather: bool = True, 
     Args:
         optimizer: Of parameters of the module.
         module: A parallel one, or one that holds some.
-        gather: Else tensors are as the parameters lie.
         prefix: What names in the module begin with, and those in the state do not.
     """
     names = _names(module, prefix)
@@ -48,9 +47,7 @@ def full_state(optimizer: Optimizer, module: nn.Module, *, gather: bool = True, 
         tensor = value.full_tensor() if is_dtensor(value) else value
         return tensor.detach().cpu()
 
-    state: dict[str, Any] = optimizer.state_dict()
-    if gather:
-        state = pytree.tree_map_only(Tensor, full, state)
+    state: dict[str, Any] = pytree.tree_map_only(Tensor, full, optimizer.state_dict())
     for saved, group in zip(state["param_groups"], optimizer.param_groups, strict=True):
         saved[NAMES] = [names[p] for p in group["params"]]
     return state

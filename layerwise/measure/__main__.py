@@ -36,7 +36,7 @@ from layerwise.machine import DEFAULT, Profile, save
 from layerwise.machine import load as load_profile
 from layerwise.machine.curves import Curve, Overlap
 from layerwise.measure.conditions import conditions, device_of, mode_of, modes
-from layerwise.measure.job import Job, Summary, base_profile, kind_here, terminable
+from layerwise.measure.job import Job, KindRanks, Summary, base_profile, kind_here, terminable
 from layerwise.measure.links import check_nodes, measure_links, with_links
 from layerwise.measure.links import conditions as link_conditions
 from layerwise.measure.topology import find_topology
@@ -142,7 +142,8 @@ def _measure_layers(args: argparse.Namespace) -> int:
         space = search_space(args, spread=devices.nodes > 1)
         graph = fuse(load_model(args.model, batch, args.input_shape))
         comm, kind = SoloComm(device), kind_here(base, where.device)
-        job = Job(base, where, args.out, mode, graph, devices, options, space, args.budget, comm, kind=kind)
+        kinds = [KindRanks(where, kind)]
+        job = Job(base, kinds, args.out, mode, graph, devices, options, space, args.budget, comm)
         with terminable():
             summary = job.run(strategies, module, quiet=args.json)
     if args.json:

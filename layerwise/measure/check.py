@@ -27,7 +27,7 @@ def changed_links(comm: Comm, links: Links, where: Topology) -> str | None:
         curve = links.curve("exchange", shape.fan, shape.load)
         level = "between nodes" if len(shape.fan) > 1 else "in a node"
         if curve is None:
-            return f"links {level} were never measured: measuring them now"
+            return f"links {level} were never measured"
         sizes = (curve.knots[0][0], LATENCY), (float(SIZE_BYTES * shape.load), BANDWIDTH)
         for size_bytes, share in sizes:
             then_s = float(curve.seconds(np.array(size_bytes)))
@@ -41,6 +41,6 @@ def changed_links(comm: Comm, links: Links, where: Topology) -> str | None:
                 date = str(links.conditions.get("date", ""))[:10] or "earlier"
                 return (
                     f"links {level} differ from the measurement on {date}: {units(size_bytes, 'B')} take "
-                    f"{units(now_s, 's')} instead of {units(then_s, 's')}; measuring the links again"
+                    f"{units(now_s, 's')} instead of {units(then_s, 's')}"
                 )
     return None

@@ -11,9 +11,10 @@ import signal
 import statistics
 import time
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from layerwise.comm.base import Comm
 from layerwise.comm.together import alone
 from layerwise.config import Config, SearchSpace, parse
 from layerwise.cost.compute.measured import COPY, LAYER, held_out_error, step_name
+from layerwise.cost.compute.roofline import ComputeTime
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer_graph import LayerGraph
@@ -31,7 +33,7 @@ from layerwise.machine.layer_times import CellTime, Conditions, LayerTimes
 from layerwise.measure.bench import Mode
 from layerwise.measure.cells import CellTask, Key, layer_cells, wanted_cells
 from layerwise.measure.conditions import provenance
-from layerwise.measure.measuring import CELL_S, Measuring
+from layerwise.measure.measuring import CELL_S, Measuring, measure
 from layerwise.measure.overhead import COPIED, MakeModule, copied, optimizer_call_s, overhead
 from layerwise.measure.timing import Stopwatch
 from layerwise.plan import as_json
@@ -66,12 +68,21 @@ class Summary:
     changed: str | None = None  # the difference from earlier times, which were measured again
 
 
+@dataclass(frozen=True, slots=True)
+class KindRanks:
+    """The ranks that measure the devices of one kind, and the conditions of their times."""
+
+    where: Conditions
+    kind: int = 0  # among the profile's
+    ranks: tuple[int, ...] = ()  # (): all
+
+
 @dataclass(slots=True)
 class Job:
     """One measurement of layers. Every rank has the same, except that only rank 0's has `out`."""
 
     base: Profile
-    where: Conditions
+    kinds: Sequence[KindRanks]  # which measure at the same time
     out: str | None
     mode: Mode
     graph: LayerGraph
@@ -80,14 +91,11 @@ class Job:
     space: SearchSpace
     budget_s: float
     comm: Comm
-    kind: int = 0  # of devices, whose ranks measure
-    ranks: tuple[int, ...] = ()  # these; (): all
-    cells: dict[Key, CellTask] = field(default_factory=dict)
+    measuring: list[Measuring] = field(init=False)  # one for each of `kinds`
     profile: Profile = field(init=False)  # the base, with the measurements
 
     def __post_init__(self) -> None:
-        self.profile = self.base
-        self.ranks = self.ranks or tuple(range(self.comm.size))
+        self.profile, self.measuring = self.base, []
 
     def run(self, strategies: Strategies, make_module: MakeModule, *, quiet: bool, every: bool = True) -> Summary:
         """Measures what the budget allows. Measurements are saved whatever happens.
@@ -95,45 +103,45 @@ class Job:
         every: measure all pieces of all configurations that the time allows, beside earlier ones; otherwise measure
         those of the best plans and the baselines and check earlier ones, with searches included in the budget.
         """
-        began = time.monotonic()
-        before = next((times for times in self.base.layers if times.conditions == self.where), LayerTimes(self.where))
-        before = replace(before, made=provenance(self.mode.device))
-        measuring = Measuring(before, self.mode, self._save, began + self.budget_s, self.comm, ranks=self.ranks)
-        best, over = self._searched(strategies, measuring)
-        changed = None if every else self._changed(measuring, self._wanted(measuring, best).values())
-        if changed:
-            measuring.times = LayerTimes(self.where, made=before.made)
-        self._overhead(measuring, make_module)
+        began, made = time.monotonic(), provenance(self.mode.device)
+        for kind in self.kinds:
+            before = next((times for times in self.base.layers if times.conditions == kind.where), None)
+            times = replace(before or LayerTimes(kind.where), made=made)
+            save_times, deadline_s = lambda _: self._save(), began + self.budget_s
+            self.measuring.append(Measuring(times, self.mode, save_times, deadline_s, self.comm, ranks=kind.ranks))
+        best, over = self._searched(strategies)
+        changed = None if every else self._changed(self._wanted(best))
+        self._overhead(make_module)
         if every:  # the budget of a command is for measuring only
-            measuring.deadline_s, over = time.monotonic() + self.budget_s, False
+            over = False
+            for measuring in self.measuring:
+                measuring.deadline_s = time.monotonic() + self.budget_s
         for number in range(ROUNDS):
             if number or changed:
-                best, over = self._searched(strategies, measuring)
-            wanted = list(self._wanted(measuring, best).values())
-            first = measuring.left(wanted if every else self._enough(measuring, best))
-            if not first or not self._measure(measuring, first, "the best plan and baselines", quiet=quiet) or over:
+                best, over = self._searched(strategies)
+            wanted = [list(cells.values()) for cells in self._wanted(best)] if every else self._enough(best)
+            if not self._measure(wanted, "the best plan and baselines", quiet=quiet) or over:
                 break
-        self.cells = self._wanted(measuring, best)
+        cells = self._wanted(best)
         if every:
             # The best plans of earlier rounds are in the space, or are baselines, which stay the same.
-            model = self._model(measuring.times)
             configs = {layer.name: self.space.configurations(layer.space.dims) for layer in self.graph.inner}
             candidates = {name: (*of, *(strategy[name] for strategy in best)) for name, of in configs.items()}
-            self.cells = wanted_cells(model, candidates, self.kind)
-            self._measure(measuring, measuring.left(self.cells.values()), "all other pieces", quiet=quiet)
-        return self._summary(measuring, best[0], time.monotonic() - began, changed)
+            cells = [wanted_cells(self._model(), candidates, kind.kind) for kind in self.kinds]
+            self._measure([list(each.values()) for each in cells], "all other pieces", quiet=quiet)
+        return self._summary(cells, best[0], time.monotonic() - began, changed)
 
-    def _searched(self, strategies: Strategies, measuring: Measuring) -> tuple[list[Mapping[str, Config]], bool]:
+    def _searched(self, strategies: Strategies) -> tuple[list[Mapping[str, Config]], bool]:
         """Returns rank 0's best strategies with the present times, on every rank, and whether another such search would
         end after the deadline.
         """
 
         def search() -> str:
             began = time.monotonic()
-            found = strategies(self._model(measuring.times), self.space)
+            found = strategies(self._model(), self.space)
             now = time.monotonic()
             texts = [{name: as_json(config) for name, config in strategy.items()} for strategy in found]
-            return json.dumps([texts, 2 * now - began > measuring.deadline_s])
+            return json.dumps([texts, 2 * now - began > self.measuring[0].deadline_s])
 
         text = search() if self.comm.size == 1 else self.comm.broadcast_text(alone(self.comm, search) or "")
         found, over = json.loads(text)
@@ -141,107 +149,131 @@ class Job:
         count = self.devices.count
         return [{n: parse(degrees, dims[n], count, n) for n, degrees in row.items()} for row in found], over
 
-    def _wanted(self, measuring: Measuring, best: Sequence[Mapping[str, Config]]) -> dict[Key, CellTask]:
-        """The cells of these strategies."""
+    def _wanted(self, best: Sequence[Mapping[str, Config]]) -> list[dict[Key, CellTask]]:
+        """The cells of these strategies, for each kind."""
         candidates = {layer.name: [strategy[layer.name] for strategy in best] for layer in self.graph.inner}
-        return wanted_cells(self._model(measuring.times), candidates, self.kind)
+        return [wanted_cells(self._model(), candidates, kind.kind) for kind in self.kinds]
 
-    def _enough(self, measuring: Measuring, best: Sequence[Mapping[str, Config]]) -> list[CellTask]:
-        """The most expensive cells that cover `ENOUGH` of each strategy's compute time."""
-        model, result = self._model(measuring.times), dict[Key, CellTask]()
-        for strategy in best:
+    def _enough(self, best: Sequence[Mapping[str, Config]]) -> list[list[CellTask]]:
+        """The most expensive cells that cover `ENOUGH` of each strategy's compute time, for each kind."""
+        model, result = self._model(), [dict[Key, CellTask]() for _ in self.kinds]
+        for strategy, (kind, found) in product(best, zip(self.kinds, result, strict=True)):
             cells = [
                 cell
                 for layer in model.graph.layers
-                for cell in layer_cells(model, layer, () if layer.end else (strategy[layer.name],), self.kind)
+                for cell in layer_cells(model, layer, () if layer.end else (strategy[layer.name],), kind.kind)
             ]
             cells.sort(key=lambda cell: -cell.predicted_s)
             total_s, so_far_s = sum(cell.predicted_s for cell in cells), 0.0
             for cell in cells:
                 if cell.predicted_s and so_far_s > ENOUGH * total_s:
                     break
-                result.setdefault(cell.key, cell)
+                found.setdefault(cell.key, cell)
                 so_far_s += cell.predicted_s
-        return list(result.values())
+        return [list(found.values()) for found in result]
 
-    def _changed(self, measuring: Measuring, cells: Iterable[CellTask]) -> str | None:
-        """Returns how the most expensive of these cells differ from earlier times; all ranks measure them again."""
-        known = {cell.key: measuring.times.cells[cell.name][cell.extents] for cell in cells if measuring.has(cell.key)}
-        dearest = sorted((c for c in cells if c.key in known), key=lambda cell: -cell.predicted_s)[:CHECKED]
-        stopwatch = Stopwatch(self.mode.device, CELL_S / CHECKED, ahead=True)
-        mine = dearest if self.comm.rank in self.ranks else []
-        told = self.comm.all_gather_object([measuring.outcome(cell, stopwatch) for cell in mine])
-        told = [told[rank] for rank in self.ranks]
-        for number, cell in enumerate(dearest):
-            outcomes = [rank[number] for rank in told if not isinstance(rank[number], str)]
-            now_s = statistics.median(sum(outcome[:2]) for outcome in outcomes) if outcomes else 0.0
-            then = known[cell.key]
-            then_s = then.forward_s + then.backward_s
-            off = max(now_s / max(then_s, 1e-12), then_s / max(now_s, 1e-12)) - 1
-            if off > max(AS_BEFORE, min(MOST, then.spread)):
-                return (
-                    f"layers differ from the measurement {_date(self.base, self.where)}: a piece of {cell.what} takes "
-                    f"{units(now_s, 's')} instead of {units(then_s, 's')}; measuring the layers again"
-                )
-        return None
+    def _changed(self, wanted: Sequence[Mapping[Key, CellTask]]) -> str | None:
+        """Returns how the most expensive of these cells differ from earlier times, which are dropped then.
 
-    def _measure(self, measuring: Measuring, cells: list[CellTask], what: str, *, quiet: bool) -> int:
-        """Measures cells, and returns their number."""
-        before = measuring.taken
-        with progress_bar(f"measuring {what}", quiet=quiet) as progress:
-            measuring.measure(cells, lambda done: progress(done, len(cells)) if progress else None)
-        return measuring.taken - before
+        All ranks measure them again.
+        """
+        stopwatch, dearest = Stopwatch(self.mode.device, CELL_S / CHECKED, ahead=True), list[list[CellTask]]()
+        for measuring, cells in zip(self.measuring, wanted, strict=True):
+            known = sorted((c for c in cells.values() if measuring.has(c.key)), key=lambda cell: -cell.predicted_s)
+            dearest.append(known[:CHECKED])
+        mine = ((m, cell) for m, some in zip(self.measuring, dearest, strict=True) for cell in some)
+        outcomes = [m.outcome(cell, stopwatch) for m, cell in mine if self.comm.rank in m.ranks]
+        told, changed = self.comm.all_gather_object(outcomes), list[str]()
+        for kind, measuring, some in zip(self.kinds, self.measuring, dearest, strict=True):
+            for number, cell in enumerate(some):
+                again = [told[rank][number] for rank in measuring.ranks]
+                now_s = statistics.median([sum(one[:2]) for one in again if not isinstance(one, str)] or [0.0])
+                then = measuring.times.cells[cell.name][cell.extents]
+                then_s = then.forward_s + then.backward_s
+                off = max(now_s / max(then_s, 1e-12), then_s / max(now_s, 1e-12)) - 1
+                if off > max(AS_BEFORE, min(MOST, then.spread)):
+                    changed.append(
+                        f"layers differ from the measurement {_date(self.base, kind.where)}: a piece of {cell.what} "
+                        f"takes {units(now_s, 's')} instead of {units(then_s, 's')}; measuring the layers again"
+                    )
+                    measuring.times = LayerTimes(kind.where, made=measuring.times.made)
+                    break
+        return " ".join(changed) or None
 
-    def _overhead(self, measuring: Measuring, make_module: MakeModule) -> None:
+    def _measure(self, wanted: Sequence[Sequence[CellTask]], what: str, *, quiet: bool) -> int:
+        """Measures those of each kind's cells that are not measured yet, and returns how many it has measured."""
+        left = [(m, m.left(cells)) for m, cells in zip(self.measuring, wanted, strict=True)]
+        total, before = sum(len(cells) for _, cells in left), sum(m.taken for m in self.measuring)
+        if total:
+            with progress_bar(f"measuring {what}", quiet=quiet) as progress:
+                measure(left, lambda done: progress(done, total) if progress else None)
+        return sum(m.taken for m in self.measuring) - before
+
+    def _overhead(self, make_module: MakeModule) -> None:
         """Measures the runtime on a CPU. On a GPU the host runs ahead of the kernels, so its work takes no time.
 
-        All ranks measure it, so that each runs under the others' load; the times of the kind's first rank count.
+        All ranks measure it, so that each runs under the others' load; the times of a kind's first rank count.
         """
         optimizer, on_cpu = self.options.optimizer, self.mode.device.type == "cpu"
         step, copy, layer = (step_name(optimizer), ()), (COPY, (COPIED,)), (LAYER, ())
         found: list[tuple[Key, CellTime]] = []
-        if on_cpu and not measuring.has(copy):
+        if on_cpu and not all(m.has(copy) for m in self.measuring):
             found.append((copy, copied(self.mode, Stopwatch(self.mode.device))))
-        if on_cpu and not (measuring.has(step) and measuring.has(layer)):
+        if on_cpu and not all(m.has(step) and m.has(layer) for m in self.measuring):
             measured = overhead(optimizer, self.mode, make_module)
-            measuring.call_s = measured.call_s
+            call_s = measured.call_s
             found += [(layer, measured.layer), (step, measured.step)]
         else:
-            measuring.call_s = optimizer_call_s(optimizer, self.mode)
+            call_s = optimizer_call_s(optimizer, self.mode)
         rows = [[time.forward_s, time.backward_s, time.spread, time.samples] for _, time in found]
-        for (key, _), row in zip(found, self.comm.all_gather_object(rows)[self.ranks[0]], strict=True):
-            measuring.add(key, CellTime(*row))
+        everyone = self.comm.all_gather_object(rows)
+        for measuring in self.measuring:
+            measuring.call_s = call_s
+            for (key, _), row in zip(found, everyone[measuring.ranks[0]], strict=True):
+                measuring.add(key, CellTime(*row))
 
-    def _model(self, times: LayerTimes) -> CostModel:
-        """The cost model with these times."""
-        devices, layers = self.devices, (times,) if not self.kind else self.devices.layers
-        kinds = tuple(replace(k, layers=(times,)) if i == self.kind else k for i, k in enumerate(devices.kinds))
-        return CostModel(self.graph, replace(devices, layers=layers, kinds=kinds), self.options)
+    def _model(self) -> CostModel:
+        """The cost model with the times measured so far."""
+        devices, layers = self.devices, self.devices.layers
+        each = list(devices.kinds)
+        for kind, measuring in zip(self.kinds, self.measuring, strict=True):
+            times = (measuring.times,)
+            layers = layers if kind.kind else times
+            each = [replace(one, layers=times) if i == kind.kind else one for i, one in enumerate(each)]
+        return CostModel(self.graph, replace(devices, layers=layers, kinds=tuple(each)), self.options)
 
-    def _save(self, times: LayerTimes) -> None:
+    def _save(self) -> None:
         """Adds the times at the end of the profile, where a search looks first, and writes it."""
-        if times.count:
-            others = tuple(other for other in self.base.layers if other.conditions != self.where)
-            self.profile = replace(self.base, layers=(*others, times))
+        where = [kind.where for kind in self.kinds]
+        if times := tuple(measuring.times for measuring in self.measuring if measuring.times.count):
+            others = tuple(other for other in self.base.layers if other.conditions not in where)
+            self.profile = replace(self.base, layers=(*others, *times))
             if self.out is not None:
                 save(self.profile, self.out)
 
     def _summary(
-        self, measuring: Measuring, best: Mapping[str, Config], spent_s: float, changed: str | None
+        self,
+        cells: Sequence[Mapping[Key, CellTask]],
+        best: Mapping[str, Config],
+        spent_s: float,
+        changed: str | None,
     ) -> Summary:
-        model, times = self._model(measuring.times), measuring.times
-        costs = [model.node_cost(layer, (best[layer.name],)).of_kind(self.kind) for layer in model.graph.inner]
-        measured = [times.cells[name][size] for name, size in self.cells if size in times.cells.get(name, {})]
+        model, costs, measured = self._model(), list[ComputeTime](), list[CellTime]()
+        for kind, measuring, wanted in zip(self.kinds, self.measuring, cells, strict=True):
+            costs += [model.node_cost(layer, (best[layer.name],)).of_kind(kind.kind) for layer in model.graph.inner]
+            times = measuring.times.cells
+            measured += [times[name][size] for name, size in wanted if size in times.get(name, {})]
+        errors = [error for m in self.measuring if (error := held_out_error(m.times)) is not None]
         return Summary(
-            device=self.where.device,
-            cells=len(self.cells),
+            device=", ".join(kind.where.device for kind in self.kinds),
+            cells=sum(map(len, cells)),
             measured=len(measured),
-            measured_now=measuring.taken,
-            missing=len(measuring.left(self.cells.values())),
-            failed=sorted(set(measuring.failed.values())),
+            measured_now=sum(m.taken for m in self.measuring),
+            missing=sum(len(m.left(each.values())) for m, each in zip(self.measuring, cells, strict=True)),
+            failed=sorted({reason for m in self.measuring for reason in m.failed.values()}),
             spent_s=spent_s,
             spread=statistics.median([time.spread for time in measured] or [0.0]),
-            held_out_error=held_out_error(times),
+            held_out_error=max(errors, default=None),
             best_share=sum(float(t.measured[0]) for t in costs) / max(sum(float(t.total[0]) for t in costs), 1e-30),
             out=self.out,
             changed=changed,

@@ -37,7 +37,7 @@ class Measuring:
     call_s: float = 0.0  # the fixed overhead of an optimizer's step: counted once a step, not for each layer
     taken: int = 0  # cells measured now
     failed: dict[Key, str] = field(default_factory=dict)  # why, by cell
-    ranks: tuple[int, ...] = ()  # that measure: those of one kind of devices; (): all
+    ranks: tuple[int, ...] = ()  # that measure: those of one kind of devices; default: all
     _saved_at: float = field(default_factory=lambda: time.monotonic())
 
     def has(self, key: Key) -> bool:
@@ -48,39 +48,23 @@ class Measuring:
         """The cells among these that are not measured yet, longest first."""
         return sorted((cell for cell in cells if not self.has(cell.key)), key=lambda cell: -cell.predicted_s)
 
+    def __post_init__(self) -> None:
+        self.ranks = self.ranks or tuple(range(self.comm.size))
+
     def measure(self, cells: Sequence[CellTask], after: Callable[[int], None] = lambda _: None) -> None:
-        """Measures, in order, what fits before the deadline; each rank that measures takes every n-th cell.
+        """Measures, in order, what fits before the deadline, as `measure` does for several."""
+        measure([(self, cells)], after)
 
-        Every rank must call it with the same cells. after: called with the number of cells done, measured or not.
-        """
-        ranks = self.ranks or tuple(range(self.comm.size))
-        turns = [ranks.index(self.comm.rank)] if self.comm.rank in ranks else []
-        mine = deque(one for turn in turns for one in list(enumerate(cells))[turn :: len(ranks)])
-        try:
-            left = True
-            while left:
-                told = [self._turn(mine), len(mine)]
-                everyone = self.comm.all_gather_object(told)
-                for outcomes, _ in everyone:
-                    for number, outcome in outcomes:
-                        self._learn(cells[number], outcome)
-                left = any(count for _, count in everyone)
-                after(len(cells) - sum(count for _, count in everyone))
-        finally:
-            self.times = replace(self.times, held_out_error=held_out_error(self.times))
-            self.keep()
-
-    def _turn(self, mine: deque[tuple[int, CellTask]]) -> list[tuple[int, Outcome]]:
+    def turn(self, mine: deque[tuple[int, CellTask]]) -> list[tuple[int, Outcome]]:
         """Measures this rank's cells for about `TURN_S`; returns their outcomes, by number."""
         began, outcomes = time.monotonic(), list[tuple[int, Outcome]]()
         while mine and time.monotonic() < began + TURN_S:
             number, cell = mine.popleft()
             stopwatch = Stopwatch(self.mode.device, CELL_S, ahead=True)
-            least_s = cell.predicted_s * (stopwatch.least + stopwatch.warm)
-            if not self.has(cell.key) and time.monotonic() + least_s <= self.deadline_s:
+            if not self.has(cell.key) and time.monotonic() + stopwatch.least_s(cell.predicted_s) <= self.deadline_s:
                 outcome = self.outcome(cell, stopwatch)
                 outcomes.append((number, outcome))
-                self._learn(cell, outcome)
+                self.learn(cell, outcome)
         return outcomes
 
     def outcome(self, cell: CellTask, stopwatch: Stopwatch) -> Outcome:
@@ -95,7 +79,8 @@ class Measuring:
             forward_s, backward_s = max(0.0, forward_s + backward_s - self.call_s), 0.0
         return forward_s, backward_s, cell_time.spread, cell_time.samples
 
-    def _learn(self, cell: CellTask, outcome: Outcome) -> None:
+    def learn(self, cell: CellTask, outcome: Outcome) -> None:
+        """Takes a cell's outcome, which some rank has measured, unless it is known."""
         if self.has(cell.key):  # this rank's own
             return
         if isinstance(outcome, str):
@@ -117,6 +102,36 @@ class Measuring:
         """Writes the times."""
         self.save(self.times)
         self._saved_at = time.monotonic()
+
+
+def measure(kinds: Sequence[tuple[Measuring, Sequence[CellTask]]], after: Callable[[int], None]) -> None:
+    """Measures cells of all kinds of devices at once, in order, as far as fits before the deadline.
+
+    Each rank takes every n-th cell of its kind, so that it measures beside the load that all others make.
+
+    Args:
+        kinds: A kind's measuring and cells, the same on every rank; all ranks must call it.
+        after: A function that is called with the number of cells that are done, measured or not.
+    """
+    comm, total = kinds[0][0].comm, sum(len(cells) for _, cells in kinds)
+    of_rank = {rank: kind for kind in kinds for rank in kind[0].ranks}
+    mine = deque[tuple[int, CellTask]]()
+    if own := of_rank.get(comm.rank):
+        mine.extend(list(enumerate(own[1]))[own[0].ranks.index(comm.rank) :: len(own[0].ranks)])
+    try:
+        left = total
+        while left:
+            everyone = comm.all_gather_object([own[0].turn(mine) if own else [], len(mine)])
+            for rank, (outcomes, _) in enumerate(everyone):
+                for number, outcome in outcomes:
+                    measuring, cells = of_rank[rank]
+                    measuring.learn(cells[number], outcome)
+            left = sum(count for _, count in everyone)
+            after(total - left)
+    finally:
+        for measuring, _ in kinds:
+            measuring.times = replace(measuring.times, held_out_error=held_out_error(measuring.times))
+            measuring.keep()
 
 
 def bench_of(spec: CellSpec | UpdateSpec | LossSpec, mode: Mode) -> Bench | UpdateBench | LossBench:

@@ -27,6 +27,7 @@ ROUND_S = 0.03  # short operations are repeated until a round takes about that
 MOST = 50  # repetitions a round
 STOLEN = 0.02  # of all cores' time: a round with more is repeated
 TRIES = 3  # times as many rounds at most
+LONG_S, FEW = 0.1, 3  # a sample that takes longer varies less: so many are enough, and the last to warm up is one
 CYCLES_PER_S = 3e9  # of a GPU, and half as many again
 Do = Callable[[], object]
 Parts = Sequence[Do]
@@ -69,14 +70,20 @@ class Stopwatch:
         if self.ahead and self.device.type == "cuda":
             sample = partial(self._events, waits=self._launching_cycles(pairs))
         start = time.perf_counter()
-        sample(pairs, 1)
+        samples = sample(pairs, 1)
         estimate = time.perf_counter() - start
-        count = min(self.most, max(self.least, int(self.budget_s / max(estimate, 1e-6))))
-        samples = sample(pairs, count)
+        long = estimate > LONG_S
+        least = min(self.least, FEW) if long else self.least
+        count = min(self.most, max(least, int(self.budget_s / max(estimate, 1e-6))))
+        samples = [*samples, *sample(pairs, count - 1)] if long else sample(pairs, count)
         totals = sorted(sum(row) for row in samples)
         middle, apart = median(totals), totals[-1 - count // 4] - totals[count // 4]
         seconds = tuple(median(column) for column in zip(*samples, strict=True))
         return Reading(seconds, apart / middle if middle > 0 else 0.0, count)
+
+    def least_s(self, sample_s: float) -> float:
+        """Returns the seconds that it takes at least, of parts that take `sample_s` together."""
+        return sample_s * (FEW + self.warm - 1 if sample_s > LONG_S else self.least + self.warm)
 
     def _clocked(self, pairs: Sequence[tuple[Do, Do]], count: int) -> list[tuple[float, ...]]:
         samples, now = [], self.clock or time.perf_counter

@@ -24,7 +24,7 @@ from layerwise.tensor import TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """What a transfer depends on, under C_u configurations of the producer and C_v of the consumer.
+    """All that a transfer depends on, for C_u configurations of the producer and C_v of the consumer.
 
     It has no names of layers or labels of dimensions: equal edges cost the same.
     """

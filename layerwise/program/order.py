@@ -57,6 +57,7 @@ class _Builder:
         self.blocks = recomputed_layers(graph, facts.recomputed) if kind == "training" else {}
         self.block_of = {layer.name: last for last, layers in self.blocks.items() for layer in layers}
         self.needed = {layer.name for layer in graph.layers} if kind == "training" else graph.returned
+        self.gathered = frozenset(facts.gathered)
         names = [name for name in facts.gathered if name in self.needed]
         back = [name for name in reversed(names) if graph.has_gradient[name]]
         self.next_forward, self.next_backward = dict(pairwise(names)), dict(pairwise(back))
@@ -108,13 +109,13 @@ class _Builder:
             self.out.append(AllGather(name))
 
     def _arrive(self, name: str) -> None:
-        if name in self.facts.gathered:
+        if name in self.gathered:
             self._gather(name)
             self.issued.remove(name)
             self.out.append(Arrive(name, name))
 
     def _release(self, name: str) -> None:
-        if name in self.facts.gathered:
+        if name in self.gathered:
             self.out.append(Release(name))
 
     def _fill(self, name: str) -> None:

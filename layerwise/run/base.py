@@ -110,10 +110,6 @@ class Run:
     def restore(self) -> None:
         """Undoes parallelization: the model is what it was, with today's full values. Every rank must call it."""
 
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Yields the model's parameters."""
-        yield from self.model.parameters()
-
     @property
     @abstractmethod
     def rank_schedule(self) -> Schedule:

@@ -175,11 +175,11 @@ class LayeredRun(Run):
         batch: all ranks' samples, to be checked.
         """
         check_call()
-        check_around(self.parameters())
+        check_around(self.model.parameters())
         self._check_device()
         check_hooks_of_all()
         self._working.check_hooks()
-        self._invariants.check(training=self.training)
+        self._invariants.check(self.model)
         if self.calls is not None:
             return self.calls(inputs, named)
         batch = None if self.arguments.takes("batch") else named.pop("batch", None)
@@ -324,7 +324,8 @@ class LayeredRun(Run):
     def copied(self, memo: dict[int, Any]) -> nn.Module:
         model = self.model
         self._check_movable("copy it")
-        self._invariants.check_copy(training=self.training)
+        self._invariants.check_attributes(model)
+        self._invariants.check_folded()
         self._leave()
         try:
             copied = skeleton(model, memo)

@@ -17,7 +17,7 @@ from layerwise.comm.start import join_default_group
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.graph.samples import check_samples
-from layerwise.importers.load import Network, load_network, network_of, planned_call
+from layerwise.importers.load import Network, load_network, network_of, planned_call, with_constants
 from layerwise.importers.torch.read.arguments import call_of
 from layerwise.plan import Plan, load_plan
 from layerwise.run.base import Run
@@ -110,13 +110,13 @@ def load(
             imported = network_of(
                 model, positional, plan.batch, plan.model, named, shared=plan.shared, together=plan.together
             )
-            network = replace(imported, itself=True)
+            network = replace(with_constants(imported, positional, named, dtype), itself=True)
     elif isinstance(model, LayerGraph):
         network = Network(model, {}, {})
     elif isinstance(model, Network):
         network = replace(model, itself=False)
     else:
-        network = load_network(*planned_call(plan.model, model, plan.batch, plan.provenance))
+        network = load_network(*planned_call(plan.model, model, plan.batch, plan.provenance), dtype)
     return build_module(plan, network, comm, options, weights=weights)
 
 

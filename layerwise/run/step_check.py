@@ -1,4 +1,7 @@
-"""StepCheck: compares the time of training steps with the plan's prediction, once, after some twenty steps."""
+"""StepCheck: compares the time of training steps with the plan's prediction, once, after some twenty steps.
+
+A prediction that is off by several times is reported after eight steps.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,8 @@ from layerwise.run.execute.reducer import WAITING
 from layerwise.trace import Span, Trace, now_s
 
 FIRST, STEPS = 10, 10  # steps not timed, as they select kernels and connect; and steps timed
+EARLY = 2, 5, 3  # steps not timed at first; after how many steps a first look is taken; steps timed if that is far off
+FAR = 3.0  # times beyond the range
 MESSAGES = ("transfers", "statistics")
 LIMITS = ("timeline_low_s", "timeline_high_s")
 SMALL = 0.01  # of a step: less is not reported
@@ -36,6 +41,10 @@ class StepCheck:
     def __init__(self, plan: Plan, say: Callable[[str], None]) -> None:
         self.plan, self.say = plan, say
         self.outcome: dict[str, dict[str, float]] = {}  # predicted and measured seconds, once it is over
+        step_s = sum(plan.predicted[key] for key in ("forward_s", "backward_s", "exposed_sync_s"))
+        # Without the optimizer's step, which the loop takes.
+        self._predicted_s = (step_s, *(step_s * plan.predicted[key] / plan.predicted["timeline_s"] for key in LIMITS))
+        self._first, self._steps = FIRST, STEPS
         self._seconds: list[float] = []
         self._began_s: float | None = None  # start of the forward pass whose backward pass is to come
         self._passes = 0
@@ -51,9 +60,10 @@ class StepCheck:
         if self._began_s is not None:
             self._end(run)
             return
-        if self._passes >= FIRST and run.trace is None:
+        if self._passes >= self._first and run.trace is None:
             run.trace = self._trace = Trace(device=run.device)
-        self._began_s = now_s(run.device) if self._passes >= FIRST else 0.0
+        timed = self._passes >= self._first or EARLY[0] <= self._passes < EARLY[1]
+        self._began_s = now_s(run.device) if timed else 0.0
 
     def end(self, run: Timed, *, summed: bool) -> None:
         """Ends a backward pass. summed: whether it summed gradients, which it does not within no_sync."""
@@ -61,9 +71,14 @@ class StepCheck:
         if began_s is None or not summed:
             return
         self._passes += 1
-        if self._passes > FIRST:
+        if began_s:
             self._seconds.append(now_s(run.device) - began_s)
-        if len(self._seconds) == STEPS:
+        if self._passes == EARLY[1]:
+            (_, low_s, high_s), took_s = self._predicted_s, median(self._seconds)
+            if not low_s / FAR <= took_s <= high_s * FAR:
+                self._first, self._steps = EARLY[1:]
+            self._seconds = []
+        elif len(self._seconds) == self._steps:
             self._tell([] if self._trace is None else self._trace.spans())
             self._end(run)
 
@@ -74,19 +89,16 @@ class StepCheck:
 
     def _tell(self, spans: list[Span]) -> None:
         predicted, layers = self.plan.predicted, self.plan.predicted_layers.values()
-        # Without the optimizer's step, which the loop takes.
-        step_s = sum(predicted[key] for key in ("forward_s", "backward_s", "exposed_sync_s"))
-        low_s, high_s = (step_s * predicted[key] / predicted["timeline_s"] for key in LIMITS)
-        took_s = median(self._seconds)
+        (step_s, low_s, high_s), took_s = self._predicted_s, median(self._seconds)
         parts = {
             "layers": (
                 sum(layer.get("compute_s", 0.0) for layer in layers),
-                sum(span.end_s - span.start_s for span in spans if span.category == "compute") / STEPS,
+                sum(span.end_s - span.start_s for span in spans if span.category == "compute") / self._steps,
             ),
             "messages": (
                 predicted["exposed_sync_s"]
                 + sum(layer.get(f"{category}_s", 0.0) for layer in layers for category in MESSAGES),
-                sum(s.end_s - s.start_s for s in spans if s.category in MESSAGES or s.name == WAITING) / STEPS,
+                sum(s.end_s - s.start_s for s in spans if s.category in MESSAGES or s.name == WAITING) / self._steps,
             ),
         }
         self.outcome = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from layerwise.config import SearchSpace
 from layerwise.cost.model import CostModel
@@ -29,7 +29,6 @@ def memory_curve(
     least_bytes: float,
     most_bytes: float,
     *,
-    objective: Literal["timeline", "additive"] = "timeline",
     offer: Iterable[str],
     points: int = POINTS,
     **options: Any,
@@ -41,12 +40,11 @@ def memory_curve(
     out: a limit is then a fixed factor below the last. At the last point nothing may fit. options: other options of
     `search`.
     """
-    seconds = timeline_s if objective == "timeline" else step_time_s
     factor, offered = (least_bytes / most_bytes) ** (1 / max(points - 1, 1)), tuple(offer)
     limit, results = most_bytes, list[tuple[float, SearchResult, float]]()
     while True:
-        result = search(model, space, objective=objective, memory_limit_bytes=limit, offer=offered, **options)
-        results.append((limit, result, seconds(result.best)))
+        result = search(model, space, memory_limit_bytes=limit, offer=offered, **options)
+        results.append((limit, result, timeline_s(result.best)))
         need = result.best.memory_bytes
         if not result.best.fits or need <= least_bytes:
             break
@@ -57,8 +55,3 @@ def memory_curve(
             best, least_s = result.best, step_s
         curve.append(Point(limit, result, best))
     return curve[::-1]
-
-
-def step_time_s(c: Candidate) -> float:
-    """Equation 1."""
-    return c.price.step_time_s

@@ -1,5 +1,5 @@
 """The training loop: steps of a plan on data, with the numbers of one device.
 
-`fit` and `layerwise run` both call `loop`; `session`, `data`, `task`, `score` and `compare` belong to that command, and
-`saving` decides when a run saves. The room knows `run` and `checkpoint`.
+`fit` and `layerwise run` both call `loop`; `session`, `data`, `task`, `score` and `compare` belong to that command. The
+room knows `run` and `checkpoint`.
 """

@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     p = Parser(
         prog="layerwise run",
         main="--model --data --epochs --steps --optimizer --lr --dtype --weights --checkpoint --resume "
-        "--compare-single --html",
+        "--compare-single",
         description=(
             "Trains a planned network with the numbers of one device: every rank\ncomputes its part of every layer."
         ),
@@ -76,10 +76,9 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--seed", type=int, default=0, help="for initial values, sample order and dropout (default: 0)")
     g.add_argument(
         "--on-nan",
-        choices=("stop", "skip", "ignore"),
+        choices=("stop", "ignore"),
         default="stop",
-        help="what to do if the loss is not finite: stop (default), skip the step (also if a gradient is not finite), "
-        "or ignore it",
+        help="what to do if the loss is not finite (default: stop)",
     )
     g.add_argument("--weights", metavar="FILE.safetensors", help="initial values: the model's state dict")
     _add_how_it_runs(p)
@@ -108,42 +107,22 @@ def _add_how_it_runs(p: Parser) -> None:
         help="recompute every layer that saves memory by it, whatever the plan says",
     )
     g = p.add_argument_group("checkpoints")
-    g.add_argument("--checkpoint", metavar="DIR", help="save model and optimizer there, at least at the end")
     g.add_argument(
-        "--checkpoint-every",
-        type=_every,
-        metavar="N",
-        help="also every N steps, or auto: as often as failures justify",
+        "--checkpoint",
+        metavar="DIR",
+        help="save model and optimizer there, at least at the end; a folder without checkpoints, or --resume",
     )
-    g.add_argument(
-        "--mtbf", type=_hours, default=24.0, metavar="H", help="hours between failures, for auto (default: 24)"
-    )
+    g.add_argument("--checkpoint-every", type=count, metavar="N", help="also every N steps")
     g.add_argument("--resume", action="store_true", help="resume from the last checkpoint in DIR, if there is one")
     g = p.add_argument_group("output")
     g.add_argument(
         "--compare-single", action="store_true", help="take the same steps on one device; exit 1 if they differ"
     )
-    g.add_argument(
-        "--compare",
-        action="store_true",
-        help="compare predicted and measured times by layer, and explain the differences",
-    )
     g.add_argument("--trace", metavar="FILE.json", help="write a Chrome trace of every rank")
     g.add_argument("--json", action="store_true", help="write the result as JSON to stdout, everything else to stderr")
-    g.add_argument("--html", metavar="FILE.html", help="also write the result as a self-contained page")
     g.add_argument(
         "--timeout", type=positive, default=30.0, metavar="S", help="seconds to wait for another rank (default: 30)"
     )
-
-
-def _every(text: str) -> int | str:
-    """A number of steps, or auto."""
-    return text if text == "auto" else count(text)
-
-
-def _hours(text: str) -> float:
-    """A number above 0, of at most a century."""
-    return min(positive(text), 876_000.0)
 
 
 def _fraction(text: str) -> float:

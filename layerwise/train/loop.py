@@ -10,16 +10,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from math import inf
 from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
 
 from layerwise.comm.base import TrafficKind
 from layerwise.plan import Plan
-from layerwise.run.local_tensor import local_tensor
 from layerwise.run.parallel import ParallelModule, of
 from layerwise.trace import now_s
 from layerwise.train.data import StepSampler
@@ -129,8 +126,6 @@ class Trainer(Generic[LocalBatch]):
     clip: float | None = None  # the largest norm of the gradient
     sent: Counter[TrafficKind] = field(default_factory=Counter)  # bytes that this rank sent in steps of full batches
     full: int = 0  # number of steps whose batches all had the plan's size
-    skip: bool = False  # whether to skip steps whose loss or gradient is not finite
-    skipped: list[int] = field(default_factory=list)  # the numbers of skipped steps, from 1
     done: int = 0  # steps taken, including those before a resumption
     pace_s: float = 0.0  # of a step on the slowest rank, including reading and saving, since losses were last gathered
 
@@ -178,25 +173,14 @@ class Trainer(Generic[LocalBatch]):
             part = of(module).share(size)
             local_samples = size if of(module).plan.io != "sample" else part.stop - part.start
             losses.append((loss.detach(), self._weight(local_samples, samples)))
-        if self.skip and not self._finite([loss for loss, _ in losses]):
-            self.skipped.append(number + 1)
-        else:
-            if self.clip is not None:
-                of(module).clip_grad_norm_(self.clip)
-            self.optimizer.step()
+        if self.clip is not None:
+            of(module).clip_grad_norm_(self.clip)
+        self.optimizer.step()
         seconds = now_s(of(module).device) - start
         if samples == self.sampler.batch * self.sampler.accumulate:
             self.full += 1
             self.sent.update(of(module).comm.sent - before)
         return _Local(number, samples, losses, seconds)
-
-    def _finite(self, losses: Sequence[Tensor]) -> bool:
-        """True if these losses and all gradients are finite on all ranks."""
-        parameters = (p for group in self.optimizer.param_groups for p in group["params"])
-        gradients = [local_tensor(p.grad) for p in parameters if p.grad is not None]
-        values = [g.coalesce().values() if g.is_sparse else g for g in gradients]
-        largest = get_total_norm([v for v in values if v.numel()], inf)  # the sum of squares could overflow
-        return all(of(self.module).comm.all_gather_object(all(bool(value.isfinite()) for value in (*losses, largest))))
 
     def _weight(self, part: int, total: int) -> float:
         """Returns the weight of some samples' loss in that of all; 1 for a loss that is a sum."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,12 +30,11 @@ from layerwise.train.compare import Difference, FinalState, arithmetic, differen
 from layerwise.train.data import load_data
 from layerwise.train.loop import Settings, Step, Trainer, sampler
 from layerwise.train.report import KINDS, Result
-from layerwise.train.saving import DAY_S, Every, Saving
 from layerwise.train.score import Fed, TaskObjective, evaluate, held_out_loss, predicting
 from layerwise.version import __version__
 
 PER_EPOCH = "steps an epoch"
-OnNan = Literal["stop", "skip", "ignore"]
+OnNan = Literal["stop", "ignore"]
 
 
 class Session:
@@ -54,19 +54,19 @@ class Session:
         weights: str | None = None,
         compare: bool = False,
         folder: str | None = None,
-        every: Every = None,
-        mtbf_s: float = DAY_S,
+        every: int | None = None,
         on_nan: OnNan = "stop",
         trace: str | None = None,
     ) -> None:
         self.plan, self.comm, self.options, self.settings = plan, comm, options, settings
         self.folder, self.first, self.steps = folder, 0, list[Step]()
-        self.saving, self.saved, self.on_nan = Saving(comm, self._begin_saving, every, mtbf_s), -1, on_nan
+        self.signals, self.every, self.saved, self.on_nan = checkpoint.SaveSignals(comm), every, -1, on_nan
+        self.stopped = False  # whether SIGTERM has ended the training
         self._trace_to, self._weights, self._compare = trace, weights, compare
         values = "" if weights is None else fingerprint(weights)
         facts = {"plan": plan_digest(plan), "layerwise": __version__, "torch": torch.__version__}
         comm.handshake(facts | {"the content of --weights": values})
-        network = load_network(*planned_call(plan.model, model, plan.batch, plan.provenance))
+        network = load_network(*planned_call(plan.model, model, plan.batch, plan.provenance), options.dtype)
         graph = fuse(network.graph) if plan.fused else network.graph
         self.data = load_data(data, graph, options.seed)
         self.sampler = sampler(plan, self.data.train.count, settings.accumulate, options.seed)
@@ -93,8 +93,8 @@ class Session:
             weights=None if self._weights is None else weights_file(self._weights),
         )
         objective = TaskObjective(module, self.data.task, self.data.train)
-        optimizer, skip = self.settings.build(module.parameters()), self.on_nan == "skip"
-        return Trainer(module, objective, self.sampler, optimizer, self.settings.clip, skip=skip)
+        optimizer = self.settings.build(module.parameters())
+        return Trainer(module, objective, self.sampler, optimizer, self.settings.clip)
 
     def _facts(self) -> dict[str, str | int]:
         """Returns the facts that must be the same to resume a checkpoint."""
@@ -129,30 +129,41 @@ class Session:
         return path
 
     def train(self, steps: int) -> Iterator[Step]:
-        """Yields each step up to the `steps`-th once its loss is known; ends early if `saving.stopped`."""
-        with self.saving.signals.taken(stop=self.folder is not None):
-            for step in self.trainer.run(steps, self.first, self.saving.after):
+        """Yields each step up to the `steps`-th once its loss is known; ends early if `stopped`."""
+        with self.signals.taken(stop=self.folder is not None):
+            for step in self.trainer.run(steps, self.first, self.after):
                 if self.on_nan == "stop" and not isfinite(step.loss):
                     self._stop(step.number, f"the loss is {step.loss}")
-                self.saving.step_s = self.trainer.pace_s
                 self.steps.append(step)
                 yield step
-                if step.number == self.trainer.done and self.saving.asked(step.number):
+                if step.number == self.trainer.done and self._asked(step.number):
                     return
             if self.steps:
-                self.saving.save(steps)
-                self.saving.finish()
-                self.saving.asked(steps)
+                self._save(steps)
+                self._asked(steps)
 
-    def _begin_saving(self, done: int) -> checkpoint.Writing | None:
+    def after(self, done: int) -> None:
+        """Saves after this step, if it is time."""
+        if self.every and done % self.every == 0:
+            self._save(done)
+
+    def _asked(self, done: int) -> bool:
+        """Saves if a signal has asked for it, as its sender may end the job next. True: the training ends."""
+        number = self.signals.received()
+        if number is not None:
+            self._save(done)
+        self.stopped = self.stopped or number == signal.SIGTERM
+        return self.stopped
+
+    def _save(self, done: int) -> None:
         if self.folder is None or done == self.saved:
-            return None
+            return
         if self.on_nan != "ignore":
             finite = all(bool(shard.tensor.isfinite().all()) for shard in of(self.module).shards() if shard.trainable)
             if not all(self.comm.all_gather_object(finite)):
                 self._stop(done, "a parameter is no finite number")
         self.saved, progress = done, {"steps": done, PER_EPOCH: self.sampler.per_epoch, **self._facts()}
-        return checkpoint.begin_saving(self.folder, self.module, self.trainer.optimizer, progress)
+        checkpoint.save(self.folder, self.module, self.trainer.optimizer, progress)
 
     @property
     def latest(self) -> Path | None:
@@ -161,7 +172,6 @@ class Session:
 
     def _stop(self, done: int, why: str) -> NoReturn:
         """Raises LayerwiseError, the same on all ranks."""
-        self.saving.finish()
         last = f"the last checkpoint is {self.latest}" if self.latest is not None else "there is no checkpoint"
         raise LayerwiseError(f"after step {done} {why}: stopped; {last}; try a smaller --lr, or --on-nan ignore")
 
@@ -226,9 +236,6 @@ class Session:
             notes.append(f"nothing to do: the checkpoint already has {self.first} steps")
         if any(not abs(step.loss) < float("inf") for step in self.steps):
             notes.append("the loss is no longer finite: try a smaller --lr")
-        if skipped := self.trainer.skipped:
-            more = f" and {len(skipped) - 8} more" if len(skipped) > 8 else ""
-            notes.append(f"skipped (--on-nan skip): step {', '.join(map(str, skipped[:8]))}{more}")
         return notes
 
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from layerwise.api.loaders import split
 from layerwise.api.parallelize import parallelize
-from layerwise.api.split import split
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
 from tests.api.keywords import quiet

@@ -13,14 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import DataLoader
 
 from layerwise.api.arguments import ParallelOptions
 from layerwise.api.fit import Epoch, fit
 from layerwise.api.machine import cache_file
 from layerwise.api.parallelize import parallelize
 from layerwise.api.save import save
-from layerwise.api.split import split
 from layerwise.api.world import join
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
@@ -172,20 +170,6 @@ def too_few(comm: Comm) -> str:
     except LayerwiseError as error:
         return str(error)
     raise AssertionError("not refused")
-
-
-@once()
-def epoch_of_shares(comm: Comm, count: int) -> tuple[list[float], dict[str, Tensor]]:
-    """A loop of the user's own over a split data set, whose last batch is short."""
-    dataset = data(count)
-    model = parallelize(network(), dataset.tensors[0][: BATCH // comm.size], **quiet(comm))
-    share = split(dataset, model)
-    optimizer, losses = sgd(model), []
-    loader = DataLoader(share, share.batch_size)
-    for i, (x, y) in enumerate(loader):
-        whole = share.last if share.last and i + 1 == len(loader) else BATCH
-        losses.append(step(model, x, y, optimizer, batch=whole) * len(x) / whole)
-    return losses, model.full_state_dict()
 
 
 class Named(nn.Module):

@@ -132,13 +132,12 @@ def test_a_rank_without_the_optimizers_parameters_trains_none() -> None:
         assert torch.equal(whole["0.weight"], network()[0].weight)
 
 
-def test_a_parallel_module_is_planned_already() -> None:
+def test_fit_takes_a_plan_and_makes_the_model_parallel_itself() -> None:
     model = layerwise.parallelize(network(), data(8).tensors[0])
-    args = model, data(8).tensors, nn.CrossEntropyLoss(), "sgd"
-    assert layerwise.fit(*args).module is model
-    with pytest.raises(LayerwiseError, match="strategy= says how to make a model parallel, but this one is already"):
-        layerwise.fit(*args, strategy="data")
-    of_plan = layerwise.fit(network(), data(16).tensors, *args[2:], strategy=layerwise.of(model).plan, **QUIET)
+    args = nn.CrossEntropyLoss(), "sgd"
+    with pytest.raises(LayerwiseError, match="is already parallel"):
+        layerwise.fit(model, data(8).tensors, *args)
+    of_plan = layerwise.fit(network(), data(16).tensors, *args, strategy=layerwise.of(model).plan, **QUIET)
     assert of_plan.history  # by the plan's batch of 8, though there is more data
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler, TensorDataset, default_collate
 
 import layerwise
-from layerwise.api.split import SplitDataset
 from layerwise.comm.solo import SoloComm
 from layerwise.errors import LayerwiseError
 from tests.api.loader_ranks import epoch, loop_over_loaders
@@ -119,7 +119,6 @@ def test_a_rest_too_small_for_the_ranks_is_refused_before_the_first_step() -> No
         (DataLoader(Stream()), "draws no batches of numbered samples"),
         (DataLoader(data(), None), "draws no batches of numbered samples"),
         (DataLoader(data(), 4, sampler=DistributedSampler(data(), 2, 0)), "has a DistributedSampler"),
-        (DataLoader(SplitDataset(data(), [0], 1, None, ""), 4), "has a rank's share already, by layerwise.split"),
         (Halved(data(), 4), "a Halved with an __iter__ of its own"),
         (DataLoader(data(), 4, sampler=Endless()), "may have no end"),
     ],
@@ -131,8 +130,12 @@ def test_unfit_loaders(model: Any, loader: DataLoader, message: str) -> None:
 
 def test_wrong_arguments(model: Any) -> None:
     loader = DataLoader(data(), 4)
-    with pytest.raises(LayerwiseError, match="leave remainder= out, and give it drop_last=True"):
-        layerwise.split(loader, model, remainder="repeat")
+    with pytest.raises(LayerwiseError, match="has a rank's share already"):
+        layerwise.split(layerwise.split(loader, model), model)
+    with pytest.raises(LayerwiseError, match=r"loader is .*it must be a DataLoader"):
+        layerwise.split(data(), model)
+    with pytest.raises(LayerwiseError, match="model is of type Linear; it must be what parallelize returned"):
+        layerwise.split(loader, nn.Linear(4, 2))
     with pytest.raises(LayerwiseError, match="leave batch= out"):
         layerwise.parallelize(network(), loader, batch=8)
     with pytest.raises(TypeError):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.common import process_grids
-from benchmarks.common.process_grids import AlphaBeta, FullLayer, full_layers, grid_s, link_between
+from benchmarks.common.process_grids import AlphaBeta, FullLayer, grid_s
 from benchmarks.published.cori import BATCH, Record, cases, fit, records, terms
 from layerwise.config import SearchSpace
 from layerwise.cost.model import CostModel
@@ -19,9 +19,8 @@ from layerwise.importers.load import load_model
 from layerwise.machine import load
 from layerwise.search.baselines import ProcessGrid, grids
 from layerwise.search.find import search
-from tests.search.test_baselines import mlp
 
-LAYERS = full_layers(mlp(8, 16, 32, 2))
+LAYERS = (FullLayer("fc0", 16, 32, 17 * 32, 4), FullLayer("fc1", 32, 2, 33 * 2, 4))
 LINK = AlphaBeta(1e-3, 1e-6)
 
 links = st.builds(AlphaBeta, st.floats(1e-9, 1e-2), st.floats(1e-12, 1e-3))
@@ -29,10 +28,6 @@ layer_lists = st.lists(
     st.builds(lambda d, w: FullLayer("", d, w, d * w + w, 4), st.integers(1, 2000), st.integers(1, 2000)),
     min_size=1, max_size=6,
 )  # fmt: skip
-
-
-def test_layers_of_an_mlp() -> None:
-    assert (FullLayer("fc0", 16, 32, 17 * 32, 4), FullLayer("fc1", 32, 2, 33 * 2, 4)) == LAYERS
 
 
 def test_by_hand() -> None:
@@ -69,14 +64,6 @@ def test_a_grid_of_one_row_is_model_parallelism_less_the_inputs_gradient(
     chained = [layers[0], *chained]
     whole = sum(3 * once(layer.outputs) for layer in chained)
     assert grid_s(chained, batch, 1, processes, link, other) == pytest.approx(whole - 2 * once(chained[-1].outputs))
-
-
-def test_links_are_those_between_the_processes() -> None:
-    devices = load("p100").device_graph(8, 4)
-    inside, outside = (AlphaBeta(level.alpha_s, level.beta_s_per_byte) for level in devices.levels)
-    assert link_between(devices, 0, 3) == inside
-    assert link_between(devices, 0, 4) == outside
-    assert inside != outside
 
 
 def test_grids_are_compared_with_the_fastest_plan_though_data_parallelism_was_kept(

@@ -7,7 +7,7 @@ from benchmarks.zoo import compare
 from benchmarks.zoo.networks import names
 from benchmarks.zoo.plans import PLANS
 from benchmarks.zoo.small import SMALL
-from benchmarks.zoo.table import page, summary
+from benchmarks.zoo.table import summary, tables
 from benchmarks.zoo.trial import Row, as_json, row_of, trial
 
 
@@ -32,10 +32,10 @@ def test_a_row_is_exact_and_a_wrong_number_is_not(monkeypatch: pytest.MonkeyPatc
     row = trial("audio/TCN (weight norm)")
     assert not row.exact
     assert row.wrong["data"].startswith("gradient of 2.weight: 1.0e-06")
-    assert "| differs |" in page([row])
+    assert "| differs |" in tables([row])
 
 
 def test_what_fails_is_a_row() -> None:
     row = trial("audio/none")
     assert (row.stage, row.exact) == ("build", False)
-    assert "not counted" in page([row, Row("audio/other", "process", "not through after 1 s")])
+    assert "not counted" in tables([row, Row("audio/other", "process", "not through after 1 s")])

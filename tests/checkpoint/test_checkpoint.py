@@ -151,14 +151,6 @@ def test_digest_is_the_networks_whatever_its_batch(tmp_path: Path) -> None:
         load(tmp_path, alone(layer_graph=load_model("mlp:4x5x2", 8)))
 
 
-def test_torchs_own_reader_takes_it(tmp_path: Path) -> None:
-    before = trained(tmp_path, OPTIMIZERS["adam"], 3, 4, 1, torch.float32)
-    found: dict[str, Tensor] = {name: torch.zeros_like(tensor) for name, tensor in tensors(0).items()}
-    reader = HuggingFaceStorageReader(str(tmp_path / "step-00000001"))
-    dcp.load({"model": found}, storage_reader=reader, no_dist=True)
-    assert equal(found, assembled(before))
-
-
 def test_torchs_own_reader_restores_the_optimizer(tmp_path: Path) -> None:
     """Its tensors; its settings are in the seal."""
     net = torch.nn.Linear(3, 2)

@@ -7,12 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from layerwise import checkpoint
 from layerwise.comm.base import Comm
-from layerwise.commands.export import export
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import network_of
 from layerwise.plan import Plan
@@ -116,17 +114,6 @@ def test_goes_on_under_any_plan(tmp_path: Path, name: str, seed: int) -> None:
     for key, value in single.items():
         assert difference(other[key], value) <= 1e-9, key
     assert any(not torch.equal(half[key], value) for key, value in single.items())
-
-
-def test_the_original_module_takes_the_export(tmp_path: Path) -> None:
-    found, module = odd()
-    state = saved(found, random_plan(found.graph, 3, 1, "free"), range(2), tmp_path)
-    export(tmp_path, tmp_path / "model.safetensors")
-    other = Odd().double()
-    other.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=True)
-    assert not torch.equal(other.head.weight, module.head.weight)
-    assert other.down.weight is other.up.weight
-    assert all(torch.equal(value, state[key]) for key, value in other.state_dict().items())
 
 
 def test_another_batch_takes_the_checkpoint(tmp_path: Path) -> None:

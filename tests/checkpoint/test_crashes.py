@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from layerwise.api.save import save as api_save
-from layerwise.checkpoint import begin_saving, latest, save, save_and_load, shards
+from layerwise.checkpoint import save, save_and_load, shards
 from layerwise.comm.solo import SoloComm
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
-from tests.checkpoint.runs import OPTIMIZERS, equal, resumed, train, trained
+from tests.checkpoint.runs import OPTIMIZERS, equal, resumed, trained
 from tests.comm.launch import launch
 from tests.comm.thread import ThreadComm, run_threads
 from tests.run.cut_modules import CutModule, assembled, cutting, tensors
@@ -23,7 +23,7 @@ from tests.run.cut_modules import CutModule, assembled, cutting, tensors
 KILLED = """
 import os, sys
 from pathlib import Path
-from layerwise.checkpoint import begin_saving, load, save
+from layerwise.checkpoint import load, save
 from tests.run.cut_modules import assembled
 from tests.checkpoint.runs import alone, equal
 from tests.run.cut_modules import tensors
@@ -37,7 +37,7 @@ def save_and_die(folder, steps, before):
                 os._exit(9)
             calls += 1
     sys.addaudithook(count)
-    begin_saving(folder, alone(1, steps), None, {"seed": 1}, keep=1, beside=sys.argv[2] == "beside").finish()
+    save(folder, alone(1, steps), None, {"seed": 1}, keep=1)
     os._exit(0)
 
 for steps in (7, 8):  # the step that is there already, and the next one
@@ -57,11 +57,10 @@ for steps in (7, 8):  # the step that is there already, and the next one
 """
 
 
-@pytest.mark.parametrize("how", ["at once", "beside"])
-def test_killed_at_any_moment(tmp_path: Path, how: str) -> None:
+def test_killed_at_any_moment(tmp_path: Path) -> None:
     """Before each file operation of a save; what is loaded then is all old or all new."""
     (tmp_path / "killed.py").write_text(KILLED)
-    done = launch([str(tmp_path / "killed.py"), str(tmp_path), how], ranks=1)
+    done = launch([str(tmp_path / "killed.py"), str(tmp_path)], ranks=1)
     assert done.codes == [0], done.stderr
     assert min(map(int, done.stdout[0].split())) > 8
 
@@ -79,7 +78,8 @@ def test_a_rank_that_cannot_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     real = getattr(module, name)
 
     def full(*args: Any) -> Any:
-        if threading.current_thread().name == f"rank {rank}":
+        thread, file = threading.current_thread().name, f"rank-{rank:05d}.safetensors"
+        if args[0].name == file if where == "write_tensors" else thread == f"rank {rank}":
             if where == "write_tensors":
                 args[0].write_bytes(b"half a fi")
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -108,49 +108,6 @@ def test_a_rank_that_cannot_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert set(saved_by) == {tmp_path / "step-00000005"}
 
 
-def test_what_is_written_beside_the_training_is_the_state_of_before(tmp_path: Path) -> None:
-    """Though it goes on meanwhile; and it is there only when all have finished."""
-    before = assembled(trained(tmp_path / "other", OPTIMIZERS["adam"], 3, 1, 1, torch.float32))
-
-    def run(comm: ThreadComm) -> None:
-        whole = tensors(0)
-        module = CutModule(comm, whole, cutting(whole, 3, 1))
-        optimizer = OPTIMIZERS["adam"](module.parameters())
-        train(module, optimizer, 1)
-        writing = begin_saving(tmp_path / "ck", module, optimizer, {"epoch": 2})
-        train(module, optimizer, 2)
-        comm.barrier()
-        assert latest(tmp_path / "ck") is None
-        assert writing.finish() == tmp_path / "ck" / "step-00000001"
-
-    run_threads(3, run)
-    one, other = (resumed(tmp_path / name, OPTIMIZERS["adam"], 2, 2, 2, torch.float32) for name in ("ck", "other"))
-    assert equal(assembled(one), assembled(other))
-    assert not equal(assembled(one), before)
-
-
-def test_a_thread_that_cannot_write_is_told_by_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = trained(tmp_path, OPTIMIZERS["adam"], 2, 1, 1, torch.float32)
-    real = shards.write_tensors
-
-    def full(path: Path, *args: Any) -> Any:
-        if path.name == "rank-00001.safetensors":
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return real(path, *args)
-
-    monkeypatch.setattr(shards, "write_tensors", full)
-
-    def run(comm: ThreadComm) -> str:
-        writing = begin_saving(tmp_path, CutModule(comm, tensors(1), cutting(tensors(1), 2, 9), steps_done=5), None, {})
-        with pytest.raises(LayerwiseError) as error:
-            writing.finish()
-        return str(error.value)
-
-    assert all("rank 1: No space left on device" in told for told in run_threads(2, run))
-    assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
-    assert equal(assembled(resumed(tmp_path, OPTIMIZERS["adam"], 2, 2, 0, torch.float32)), assembled(before))
-
-
 def test_a_disk_that_fills_while_pytorch_writes_is_one_sentence(tmp_path: Path) -> None:
     """Of a checkpoint, and in the midst of torch.save, whose own writer raises another error then."""
     module = CutModule(SoloComm(), {"w": torch.zeros(50_000)}, {"w": (Box((0,), (50_000,)),)}, steps_done=5)
@@ -166,13 +123,20 @@ def test_a_disk_that_fills_while_pytorch_writes_is_one_sentence(tmp_path: Path) 
     assert not list(tmp_path.iterdir())
 
 
+def test_what_is_left_of_a_crash_goes_and_what_another_run_writes_stays(tmp_path: Path) -> None:
+    for step in (4, 5, 6):
+        (tmp_path / f".step-{step:08d}.tmp-12345678").mkdir(parents=True)
+    save(tmp_path, CutModule(SoloComm(), tensors(0), cutting(tensors(0), 1, 0), steps_done=5), None, {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".step-00000006.tmp-12345678", "step-00000005"]
+
+
 def test_a_bug_is_raised_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = shards.write_tensors
 
-    def broken(*args: Any) -> str:
-        if threading.current_thread().name == "rank 1":
+    def broken(path: Path, *args: Any) -> str:
+        if path.name == "rank-00001.safetensors":
             raise ZeroDivisionError("a bug")
-        return real(*args)
+        return real(path, *args)
 
     monkeypatch.setattr(shards, "write_tensors", broken)
 

@@ -84,10 +84,6 @@ def test_a_bad_time_out(timeout_s: float) -> None:
 def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in GOOD.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(
-        LayerwiseError, match="NCCL needs a GPU for each of the 4 ranks of a node, but there are 0 here"
-    ):
-        start(backend="nccl")
     with pytest.raises(LayerwiseError, match="device 'cuda' is not available"):
         start(device="cuda")
 

@@ -16,7 +16,6 @@ from layerwise.machine import DeviceGraph, Level, load
 from layerwise.ops.facts import Dim, Maps, Space
 from layerwise.partition.sharding import why_not_held
 from layerwise.tensor import TensorSpec
-from tests.geometry.shapes import Piece, pieces
 
 Table = NDArray[np.int64]  # (receiver, sender) elements
 PROCESSOR = load("p100").processor
@@ -236,26 +235,6 @@ def exchanged(
         box = need(maps, own if epilogue else cell)
         found = owner[box.slices()]
         table[device] = np.bincount(np.atleast_1d(found).ravel(), minlength=devices)
-    return table
-
-
-def by_pieces(
-    source: Space,
-    u: Config,
-    target: Space,
-    maps: Maps,
-    epilogue: bool,
-    v: Config,
-    devices: int,
-) -> Table:
-    """The same from the boxes, as the runtime will send them."""
-    table = np.zeros((devices, devices), np.int64)
-    senders, owned = zip(*((device, own) for device, _, own in holdings(u, source, devices)), strict=True)
-    held = holdings(v, target, devices)
-    piece: Piece
-    needed = [need(maps, own if epilogue else cell) for _, cell, own in held]
-    for piece in pieces(needed, owned):
-        table[held[piece.dst][0], senders[piece.src]] += piece.box.volume
     return table
 
 

@@ -17,6 +17,8 @@ from layerwise.graph.fuse import fuse
 from layerwise.importers.load import load_model
 from layerwise.machine import load
 from layerwise.machine.curves import Links
+from layerwise.machine.layer_times import CellTime, Conditions, Extents, LayerTimes
+from layerwise.measure.cells import wanted_cells
 from layerwise.partition.buckets import BUCKET_BYTES
 from tests.examples import examples
 
@@ -49,6 +51,22 @@ def test_on_one_device_computation_alone_errs() -> None:
     assert step.links == (0.0, 0.0)
     assert step.high_s == pytest.approx(step.predicted_s * exp(STATED))
     assert step.low_s == pytest.approx(step.predicted_s * exp(-STATED))
+
+
+def test_a_fit_to_few_cells_is_worth_no_more_than_a_roofline() -> None:
+    devices, plan = load("p100").device_graph(1), strategy([1] * len(GRAPH.inner))
+    cells = wanted_cells(CostModel(GRAPH, devices), {name: [config] for name, config in plan.items()})
+    layers = [cell for cell in cells.values() if cell.name.startswith("{")]
+    known: dict[str, dict[Extents, CellTime]] = {}
+    for cell in layers[:4]:
+        known.setdefault(cell.name, {})[cell.extents] = CellTime(1.0, 2.0, 0.0, 5, cell.forward, cell.backward)
+    highest = []
+    for held_out_error in (None, 0.01):
+        times = LayerTimes(Conditions("P100", "2.13", "float32"), cells=known, held_out_error=held_out_error)
+        model = CostModel(GRAPH, replace(devices, layers=(times,)))
+        highest.append(deviations(model, plan, BUCKET_BYTES).compute[1])
+    unknown, small = highest
+    assert MEASURED <= small < unknown < STATED
 
 
 def test_links_that_were_measured_err_less() -> None:

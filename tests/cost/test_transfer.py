@@ -80,7 +80,6 @@ def check_network(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) 
                     continue
                 ends = (source.space, u, target.space, *brute.input_of(target, edge[2]), v, graph.count)
                 table = brute.exchanged(*ends)
-                assert i or j or (brute.by_pieces(*ends) == table).all()
                 check(_pair(found, i, j), one_way[i, j], table, source.out.item_bytes, graph)
                 a_byte = (0.0, 0.01, 0.03)[model.directions(edge)] if exact[i, j] > 0 else 0.0
                 assert isclose(copied[i, j], exact[i, j] + table.diagonal().max() * source.out.item_bytes * a_byte)

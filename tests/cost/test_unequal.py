@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerwise.config import Config, SearchSpace, parse
+from layerwise.config import MAX_WEIGHT, Config, SearchSpace, parse, parse_weights
 from layerwise.cost.memory.course import course
 from layerwise.cost.memory.step import peak_bytes
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.timeline.simulate import timeline
-from layerwise.cost.unequal import balanced
+from layerwise.cost.unequal import balanced, weight_vectors
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import in_proportion
 from layerwise.graph.fuse import fuse
@@ -102,6 +102,19 @@ def test_parts_end_together() -> None:
     slope, fixed = np.array([0.9, 1.8]), np.array([0.1, 0.2])
     assert np.ptp(fixed + slope * parts) == pytest.approx(0)
     assert balanced(np.array([1.0, 3.0]), np.array([1.0, 3.0]), 1, np.array([1, 1])).tolist() == [0.75, 0.25]
+
+
+@given(
+    whole_s=st.lists(st.floats(1e-6, 1e3), min_size=2, max_size=2),
+    fixed=st.lists(st.floats(0, 1), min_size=2, max_size=2),
+    parts=st.integers(1, 64),
+)
+def test_weights_are_such_that_a_plan_can_have(whole_s: list[float], fixed: list[float], parts: int) -> None:
+    whole, devices = np.array(whole_s), load("cpu,kinds=cpu:1+cpu@0.5:2").device_graph(3, 1)
+    part = whole * (np.array(fixed) + (1 - np.array(fixed)) / parts)
+    for vector in weight_vectors(whole, part, parts, devices):
+        assert parse_weights(list(vector), 3, "weights") == vector
+        assert 0 < min(vector) <= max(vector) <= MAX_WEIGHT
 
 
 def test_a_device_that_would_make_a_step_slower_is_left_out() -> None:

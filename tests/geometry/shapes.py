@@ -1,8 +1,5 @@
 """Random tensors to cut, and elements to count one by one."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-
 import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -37,22 +34,3 @@ def elements(shape: tuple[int, ...], box: Box) -> NDArray[np.bool_]:
     for point in np.ndindex(*shape):
         inside[point] = point in box
     return inside
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Destination cell `dst` needs `box`, which source cell `src` owns."""
-
-    src: int
-    dst: int
-    box: Box
-
-
-def pieces(needed: Sequence[Box], owned: Sequence[Box]) -> Iterator[Piece]:
-    """All non-empty needed[dst] & owned[src], by dst, then src. Includes what a device needs of its own."""
-    for dst, need in enumerate(needed):
-        if need.volume:
-            for src, own in enumerate(owned):
-                box = need & own
-                if box.volume:
-                    yield Piece(src, dst, box)

@@ -68,7 +68,7 @@ def imported(
 ) -> LayerGraph:
     """The model's graph, after checking that it computes what the model does, also with `times` as many samples."""
     program = rewrite(read_program(torch.export.export(model, inputs, dict(kwargs or {})), "model"))
-    importer = _Importer(program, "model", None)
+    importer = _Importer(program, "model")
     graph = importer.graph()
     stored: dict[str, Tensor] = {s.target: t for s in program.sources if (t := s.read()) is not None}
     for value in (*importer.values.values(), *importer.placer.standing.values()):

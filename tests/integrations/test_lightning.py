@@ -13,7 +13,6 @@ from tests.comm.pool import run_ranks
 
 L = pytest.importorskip("lightning", reason="Lightning is not installed")
 
-from layerwise.integrations.lightning import sharded  # noqa: E402 (needs Lightning)
 from tests.integrations import lightning_ranks as cases  # noqa: E402 (needs Lightning)
 
 RUN = "tests.integrations.lightning_ranks:run"
@@ -47,44 +46,15 @@ def test_one_device_has_the_numbers_of_one_device() -> None:
     assert apart(weights, state) <= 1e-9
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_a_checkpoint_is_resumed_on_another_number_of_devices(sharded: bool, tmp_path: Path) -> None:
+def test_a_checkpoint_is_resumed_on_another_number_of_devices(tmp_path: Path) -> None:
     wanted = alone("resume")
     two, one = str(tmp_path / "two"), str(tmp_path / "one")
-    run_ranks(2, RUN, cases.SPLIT | {"sharded": sharded}, "save", two)
-    assert (Path(two) / "three.ckpt").is_dir() == sharded
-    assert apart(alone("resume", cases.QUIET | {"sharded": sharded}, two), wanted) <= 1e-9
-    if not sharded:
-        assert apart(alone("resume", "auto", two), wanted) <= 1e-6  # Lightning by itself restores in float32
-    alone("save", cases.QUIET | {"sharded": sharded}, one)
-    for weights in run_ranks(2, RUN, cases.SPLIT | {"sharded": sharded}, "resume", one):
+    run_ranks(2, RUN, cases.SPLIT, "save", two)
+    assert apart(alone("resume", cases.QUIET, two), wanted) <= 1e-9
+    assert apart(alone("resume", "auto", two), wanted) <= 1e-6  # Lightning by itself restores in float32
+    alone("save", cases.QUIET, one)
+    for weights in run_ranks(2, RUN, cases.SPLIT, "resume", one):
         assert apart(weights, wanted) <= 1e-9
-
-
-def test_a_folder_of_an_earlier_checkpoint_is_written_anew_and_damage_is_told(tmp_path: Path) -> None:
-    """One of more ranks; tied tensors, empty ones and an optimizer's are read as they were."""
-    tied = torch.randn(2, 3)
-    moments, step = torch.randn(3, 2).T, torch.tensor(3.0)  # not contiguous
-    (tmp_path / "rank-00001.safetensors").write_bytes(b"of another rank")
-    made: dict[str, Any] = {"state_dict": {"a": tied, "b": tied, "none": torch.zeros(0, 2)}, "epoch": 2}
-    made["optimizer_states"] = [{"state": {0: {"exp_avg": moments, "step": step}}, "param_groups": [{"lr": 0.1}]}]
-    sharded.write(made, tmp_path, 0, lambda: None)
-    found = sharded.read(tmp_path)
-    assert all(torch.equal(found["state_dict"][name], tied) for name in ("a", "b"))
-    assert found["state_dict"]["none"].shape == (0, 2)
-    assert torch.equal(found["optimizer_states"][0]["state"][0]["exp_avg"], moments)
-    assert found["optimizer_states"][0]["param_groups"] == [{"lr": 0.1}]
-    assert found["epoch"] == 2
-    (tmp_path / "rank-00000.safetensors").write_bytes(b"damaged")
-    with pytest.raises(LayerwiseError, match="cannot be read"):
-        sharded.read(tmp_path)
-    sharded.write(made, tmp_path, 0, lambda: None)
-    (tmp_path / sharded.META).unlink()  # as after a crash
-    with pytest.raises(LayerwiseError, match="cannot be read"):
-        sharded.read(tmp_path)
-    (tmp_path / "rank-00000.safetensors").unlink()
-    with pytest.raises(LayerwiseError, match="no safetensors files, as those of earlier versions"):
-        sharded.read(tmp_path)
 
 
 def test_several_optimizers_by_hand() -> None:

@@ -196,16 +196,16 @@ def checkpointed(setting: Setting) -> Numbers:
 
 def mixed(setting: Setting, model: Any, around: torch.dtype | None) -> Numbers:
     """The usual loop in mixed precision; the numbers rounded, and the type of the outputs."""
-    optimizer, types = SGD(model.parameters(), lr=0.1), set[torch.dtype]()
-    for x, y in setting.batches():
-        optimizer.zero_grad()
+    types = set[torch.dtype]()
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
         with torch.autocast("cpu", around, enabled=around is not None):
             out = model(x.float())
         types.add(out.dtype)
-        F.cross_entropy(out.float(), y).backward()
-        optimizer.step()
-    state = {name.replace("state.", "rough."): value for name, value in whole(model).items()}
-    return {"types": types, **state}
+        return F.cross_entropy(out.float(), y)
+
+    state = minimise(setting, model, loss)
+    return {"types": types, **{name.replace("state.", "rough."): value for name, value in state.items()}}
 
 
 @row
@@ -354,15 +354,11 @@ def ddp_of_the_rest(setting: Setting) -> Numbers:
     """`DistributedDataParallel` around a module that ignores the model's tensors"""
     model = setting.net()
     held: Any = Holder(model)
-    optimizer = SGD(held.parameters(), 0.1)
     if setting.comm is not None:
         tensors = (*model.named_parameters(), *model.named_buffers())
         held._ddp_params_and_buffers_to_ignore = [f"inner.0.{name}" for name, _ in tensors]
         held = nn.parallel.DistributedDataParallel(held)
-    for x, y in setting.batches():
-        optimizer.zero_grad()
-        F.cross_entropy(held(x), y).backward()
-        optimizer.step()
+    minimise(setting, held, lambda x, y: F.cross_entropy(held(x), y))
     return whole(model)
 
 
@@ -416,12 +412,7 @@ def another_type(setting: Setting) -> Numbers:
     model = setting.net()
     train(setting, model)
     model = model.float()
-    optimizer = SGD(model.parameters(), lr=0.5)
-    for x, y in setting.batches():
-        optimizer.zero_grad()
-        F.cross_entropy(model(x.float()), y).backward()
-        optimizer.step()
-    state = whole(model)
+    state = minimise(setting, model, lambda x, y: F.cross_entropy(model(x.float()), y), 0.5)
     types = sorted({str(value.dtype) for value in state.values()})
     return {"types": str(types), **{name.replace("state.", "rough."): 100 * value for name, value in state.items()}}
 

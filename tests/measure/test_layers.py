@@ -1,7 +1,9 @@
 """Measuring: in order, within the budget, kept whatever happens, and taken up where it stopped."""
 
 import json
+import threading
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 
 from layerwise.__main__ import dispatch
 from layerwise.cli import run_main, seconds
+from layerwise.comm.base import Comm
 from layerwise.comm.solo import SoloComm
 from layerwise.machine import load, save
 from layerwise.machine.layer_times import CellTime, Conditions, LayerTimes, Work
@@ -18,6 +21,7 @@ from layerwise.measure.cells import CellTask
 from layerwise.measure.measuring import Measuring
 from layerwise.measure.timing import Stopwatch
 from layerwise.plan import load_plan
+from tests.comm.thread import run_threads
 
 MODE = Mode(torch.device("cpu"), torch.float32)
 START = LayerTimes(Conditions("device", "2.13.0", "float32"))
@@ -51,7 +55,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 def test_in_order_and_within_the_budget(machine: Machine) -> None:
-    """7 samples of 1 s fit into what is left of 30 s: after 4 cells of 7 s, 2 s are left."""
+    """4 samples of 1 s fit into what is left of 30 s: after 4 cells of 7 s, 2 s are left."""
     measuring = Measuring(START, MODE, lambda _: None, 30.0, SoloComm())
     seen: list[int] = []
     measuring.measure([cell(i) for i in (5, 3, 1, 2, 4, 9)], seen.append)
@@ -190,3 +194,21 @@ def test_a_profile_that_is_damaged_or_of_another_device(
 
 def test_budgets() -> None:
     assert [seconds(text) for text in ("120s", "2m", "0.5h", "90")] == [120, 120, 1800, 90]
+
+
+def test_kinds_are_measured_at_once_each_by_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks 0 and 2 are of one kind, rank 1 is of another, and rank 3 of none: every rank learns all times."""
+
+    def timed(cell: CellTask, mode: Mode, stopwatch: Stopwatch) -> CellTime:
+        return CellTime(float(threads[threading.get_ident()]), 0.0, 0.0, 5)
+
+    monkeypatch.setattr(layers, "timed", timed)
+    threads = dict[int, int]()
+
+    def rank(comm: Comm) -> list[dict[int, float]]:
+        threads[threading.get_ident()] = comm.rank
+        kinds = [Measuring(START, MODE, lambda _: None, inf, comm, ranks=ranks) for ranks in ((0, 2), (1,))]
+        layers.measure([(kinds[0], [cell(i) for i in range(4)]), (kinds[1], [cell(i) for i in (1, 7)])], lambda _: None)
+        return [{i: t.forward_s for (i,), t in kind.times.cells["conv"].items()} for kind in kinds]
+
+    assert run_threads(4, rank) == [[{0: 0.0, 1: 2.0, 2: 0.0, 3: 2.0}, {1: 1.0, 7: 1.0}]] * 4

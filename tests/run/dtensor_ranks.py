@@ -97,20 +97,6 @@ def share(model: Model) -> slice:
     return model.share() if isinstance(model, ParallelModule) else slice(None)
 
 
-class Lamb(Optimizer):
-    """By its name one that needs whole parameters; the trust ratio is of their norms."""
-
-    def __init__(self, params: Iterable[nn.Parameter]) -> None:
-        super().__init__(params, {"lr": 0.01})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            for p in (p for p in group["params"] if p.grad is not None):
-                ratio = (p.norm() / (p.grad.norm() + 1e-3)).item()
-                p.add_(p.grad, alpha=-group["lr"] * ratio)
-
-
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = {
     "sgd": lambda ps: torch.optim.SGD(ps, 0.05, momentum=0.9, weight_decay=0.01),
     "momentum": lambda ps: torch.optim.SGD(ps, 0.05, momentum=0.9, nesterov=True),
@@ -118,17 +104,12 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = {
     "adamw": lambda ps: torch.optim.AdamW(ps, 0.01, foreach=True),
     "adamw_fused": lambda ps: torch.optim.AdamW(ps, 0.01, fused=True),
     "adam": lambda ps: torch.optim.Adam(ps, 0.01, amsgrad=True),
-    "lamb": Lamb,
     "rprop": lambda ps: torch.optim.Rprop(ps, 0.01, foreach=False),
 }
 
 
 def clip(model: Model) -> Tensor:
     return nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-
-
-def clip_inf(model: Model) -> Tensor:
-    return nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type=float("inf"))
 
 
 def clip_by_hand(model: Model) -> Tensor:
@@ -169,9 +150,7 @@ def nothing(model: Model) -> None:
     pass
 
 
-ACTIONS = {
-    f.__name__: f for f in (clip, clip_inf, clip_by_hand, clip_as_old_tutorials, largest, value, masked, nothing)
-}
+ACTIONS = {f.__name__: f for f in (clip, clip_by_hand, clip_as_old_tutorials, largest, value, masked, nothing)}
 
 
 def number(norm: Tensor | None) -> float | None:
@@ -265,8 +244,6 @@ def half(comm: Comm | None, cuts: Cuts) -> tuple[list[float], dict[str, Tensor]]
 
 
 def net_again() -> Net:
-    import copy
-
     return copy.deepcopy(original())
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from layerwise.comm.base import Comm, CommError
 from layerwise.errors import LayerwiseError
-from layerwise.importers.load import Network, network_of
+from layerwise.importers.load import Network, network_of, with_constants
 from layerwise.run.load import load
 from tests.comm.thread import run_threads
 from tests.run.plans import difference
@@ -58,6 +58,36 @@ def test_rank_0s_values_win(monkeypatch: pytest.MonkeyPatch) -> None:
         equal(state, single.state_dict())
     for module in built:  # as with DDP
         equal(module.state_dict(), single.state_dict())
+
+
+class Positions(nn.Module):
+    """Adds a table of sines that its forward pass computes in its own element type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.last = nn.Linear(4, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = (torch.arange(6, dtype=x.dtype, device=x.device) / 7).sin()
+        return self.last(torch.tanh(self.linear(x) + table))
+
+
+def test_a_table_is_computed_in_the_type_of_the_run() -> None:
+    """Traced in float32, run in float64: the sines have float64's digits."""
+    given, x = Positions(), SAMPLES[0]
+    single, network = copy.deepcopy(given).double(), traced(given, x.float())
+    plan = plan_of(network, 2, {"c": 2})
+
+    def off(network: Network) -> float:
+        def rank(comm: Comm) -> Tensor:
+            module = load(plan, layered(network), comm=comm, dtype=torch.float64)
+            return module(x[module.share()]).detach()
+
+        return difference(torch.cat(run_threads(2, rank, timeout_s=20)), single(x))
+
+    assert off(network) > 1e-9
+    assert off(with_constants(network, (x.float(),), {}, torch.float64)) <= 1e-14
 
 
 def test_ranks_with_different_models_are_refused() -> None:

@@ -1,20 +1,14 @@
 """State dicts of a split plan: DTensors, which dcp saves; on ranks that are no processes their boxes."""
 
 import copy
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
-from layerwise.run.load import load
 from layerwise.run.parallel import ParallelModule
-from tests.comm.pool import run_ranks
-from tests.run.small_modules import SAMPLES, layered_mlp, loss, mlp, on_ranks, plan_of, refused
+from tests.run.small_modules import layered_mlp, mlp, on_ranks, plan_of, refused
 
 CUT = {"c": 2}
 
@@ -81,34 +75,3 @@ def test_the_state_dict_of_a_module_around_it_has_its_own() -> None:
     assert {"0.0.weight", "1.weight"} <= set(state)
     (state,) = on_ranks(network, lambda made: made.state_dict(prefix="model."), 1)
     assert next(iter(state)) == "model.0.weight"
-
-
-def through_dcp(comm: Comm, folder: str, degrees: dict[str, int]) -> dict[str, Any]:
-    """Trained, saved by torch.distributed.checkpoint, read into a fresh one; rank 0's keys of what was saved."""
-    _, network = mlp()
-    plan = plan_of(network, comm.size, degrees)
-
-    def new() -> ParallelModule:
-        return load(plan, network, comm=comm, dtype=torch.float64)
-
-    made, again = new(), new()
-    optimizer = torch.optim.SGD(made.parameters(), 0.1)
-    loss(made(SAMPLES[0][made.share()])).backward()
-    optimizer.step()
-    dcp.save(made.state_dict(), checkpoint_id=folder)
-    state = again.state_dict()
-    dcp.load(state, checkpoint_id=folder)
-    again.load_state_dict(state)
-    whole, read = made.full_state_dict(), again.full_state_dict()
-    assert all(torch.equal(value, read[name]) for name, value in whole.items())
-    return {"keys": sorted(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata), "whole": whole}
-
-
-@pytest.mark.parametrize("degrees", [CUT, {}], ids=str)
-def test_dcp_keeps_every_ranks_boxes(tmp_path: Path, degrees: dict[str, int]) -> None:
-    module, _ = mlp()
-    first, second = run_ranks(2, "tests.run.test_state:through_dcp", str(tmp_path), degrees)
-    assert first["keys"] == second["keys"]
-    state = copy.deepcopy(module).state_dict()
-    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
-    assert all(torch.equal(value, first["whole"][name]) for name, value in state.items())

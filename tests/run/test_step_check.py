@@ -52,8 +52,8 @@ def run(said: list[str], monkeypatch: pytest.MonkeyPatch) -> FakeRun:
 
 @pytest.mark.parametrize(("seconds", "told"), [(0.11, False), (0.149, False), (0.3, True), (0.05, True)])
 def test_a_step_out_of_its_range_is_told_once(run: FakeRun, said: list[str], seconds: float, told: bool) -> None:
-    for _ in range(FIRST):
-        run.step(5.0)  # the first ones do not count
+    for number in range(FIRST):
+        run.step(5.0 if number in (0, 1, 3, 7) else seconds)  # the first ones do not count
     check = run.step_check
     assert check is not None
     for _ in range(STEPS + 5):
@@ -63,6 +63,18 @@ def test_a_step_out_of_its_range_is_told_once(run: FakeRun, said: list[str], sec
     assert run.step_check is run.trace is None
     if told:
         assert "but the prediction was 120 ms (100 ms to 150 ms)" in said[0]
+
+
+@pytest.mark.parametrize(("later", "told"), [(0.6, True), (0.12, False)])
+def test_what_is_far_off_is_told_after_eight_steps(run: FakeRun, said: list[str], later: float, told: bool) -> None:
+    """And not if only the first look met slow steps, as where kernels are compiled."""
+    for _ in range(5):
+        run.step(0.6)
+    for _ in range(3):
+        assert not said
+        run.step(later)
+    assert len(said) == told
+    assert run.step_check is run.trace is None
 
 
 def test_passes_without_sums_do_not_count(run: FakeRun, said: list[str]) -> None:

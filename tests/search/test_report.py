@@ -54,8 +54,8 @@ def test_where_nothing_is_faster_that_is_said() -> None:
     model = CostModel(fuse(load_model("lenet5", 4096)), load("h100").device_graph(2))
     result = search(model, SearchSpace(2))
     text, html, _ = said(result)
-    assert "Data parallelism is the best here: nothing that was simulated is predicted faster." in text
-    assert "nothing that was simulated is predicted faster" in html
+    assert "Data parallelism is the best here: no other plan that was simulated is predicted to be faster." in text
+    assert "no other plan that was simulated is predicted to be faster" in html
     assert "memory" not in text
 
 
@@ -88,7 +88,7 @@ def test_data_parallelism_is_not_called_fastest_where_a_faster_plan_does_not_fit
         replace(c, memory_limit_bytes=inf if c.strategy == found.best.strategy else 0.0) for c in found.simulated
     )
     told = why_data(replace(found, simulated=full))
-    assert told == "the best here: nothing that was simulated and fits into memory is predicted faster"
+    assert told == "the best here: no other plan that was simulated and fits into memory is predicted to be faster"
 
 
 def test_where_no_plan_fits_the_least_memory_is_said() -> None:

@@ -108,7 +108,6 @@ FLAGS = [
     ("--timeout 3", "", "--timeout: 3.0 on rank 0, 30.0 on rank 1"),
     ("", "--no-local-batch-norm", "--local-batch-norm: none on rank 0, no on rank 1"),
     ("--compare-single", "", "--compare-single: yes on rank 0, no on rank 1"),
-    ("--compare", "", "--compare: yes on rank 0, no on rank 1"),
     ("--lr 0.1", "--lr 0.2", "--lr: 0.1 on rank 0, 0.2 on rank 1"),
     ("--data digits", "--data mnist5k", "--data: digits on rank 0, mnist5k on rank 1"),
 ]

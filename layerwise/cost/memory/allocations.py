@@ -1,8 +1,8 @@
 """AllocationTracker: the bytes of live storages on each of N devices, and their peak.
 
-A storage lives while anybody holds it, as in PyTorch: a view holds the storage behind it. Devices differ in what they
-hold, so holders are counted for each of them. Sets of devices are the bits of integers, and bytes are added up for some
-hundred instants at a time, as calls on small arrays cost more than the additions.
+A storage lives while something holds it, as in PyTorch: a view holds the storage behind it. Devices hold different
+storages, so holders are counted for each device. A set of devices is an integer with a bit for each. Bytes are added up
+for some hundred instants at a time, because calls of numpy on small arrays cost more than the additions.
 """
 
 from __future__ import annotations
@@ -14,36 +14,37 @@ import numpy as np
 
 from layerwise.geometry.arrays import Floats, Mask
 
-# What memory is held for. activations: outputs of layers, and what is saved for the backward pass. gathered: copies of
-# what other devices own, inputs of layers and parameters. gradients: of parameters, with their buckets, and of
-# activations. workspace: temporary memory of a kernel or a message.
+# What memory is used for. activations: outputs of layers, and what is saved for the backward pass. gathered: copies of
+# inputs and parameters that other devices own. gradients: those of parameters, with their buckets, and of activations.
+# workspace: temporary memory of a kernel or a message.
 MemoryKind = Literal["parameters", "states", "gradients", "activations", "gathered", "workspace"]
 KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
-Devices = int  # of device d the bit 1 << d
-LOGGED = 1 << 20  # numbers added up at once, and sizes stored, to bound the memory
+Devices = int  # a set of devices: device d is the bit 1 << d
+LOGGED = 1 << 20  # the most numbers that are added up at once or stored, which bounds the memory
+COMPARED = 256  # devices: sizes of at most so many are compared by their contents, others by their ids
 
 
 @dataclass(slots=True, eq=False)
 class Storage:
-    """Memory that tensors share."""
+    """A block of memory that one or several tensors use."""
 
     size: Floats  # (N,) bytes
     kind: MemoryKind
     devices: Devices  # devices on which it is not empty
-    holders: list[Devices]  # devices with more than 0 holders, more than 1, ...
+    holders: list[Devices]  # the devices with at least 1 holder, at least 2, ...
 
 
-Ref = tuple[tuple[Storage, Devices], ...]  # what a tensor holds, and on which devices
+Ref = tuple[tuple[Storage, Devices], ...]  # the storages of a tensor, and the devices on which it holds them
 NOBODY: Ref = ()
 
 
 def devices_of(mask: Mask) -> Devices:
-    """The devices of (N,) flags."""
+    """The set of devices whose flag in (N,) is True."""
     return int.from_bytes(np.packbits(mask, bitorder="little").tobytes(), "little")
 
 
 def part(ref: Ref, where: Devices) -> Ref:
-    """The part of it on the devices `where`."""
+    """The part of a tensor on the devices `where`."""
     return tuple([(s, here) for s, devices in ref if (here := devices & where)])
 
 
@@ -53,18 +54,42 @@ class TransferStorage:
 
     arrived: Ref  # the destination
     copies: Ref  # copies of sent parts that were not contiguous
-    gradient: Ref = NOBODY  # backward: what is sent
+    gradient: Ref = NOBODY  # backward only: the gradient that is sent
+
+
+class SizeTable:
+    """The distinct sizes (N,) of storages, each with a number. Trackers of one model share a table."""
+
+    def __init__(self, devices: int) -> None:
+        self.rows: list[Floats] = []
+        self.by_content = devices <= COMPARED
+        self.known: dict[object, tuple[int, Devices]] = {}  # the number, and the devices on which the size is not 0
+        self._matrix = np.zeros((0, devices))
+
+    def add(self, key: object, size: Floats) -> tuple[int, Devices]:
+        """Adds a new size."""
+        self.known[key] = len(self.rows), devices_of(size > 0)
+        self.rows.append(size)  # which also keeps its id unique
+        return self.known[key]
+
+    def matrix(self) -> Floats:
+        """(sizes, N) all sizes, by number."""
+        if len(self._matrix) < len(self.rows):
+            self._matrix = np.stack(self.rows)
+        return self._matrix
 
 
 class AllocationTracker:
-    """Counts the live bytes (`now`, (N,)) and their maximum (`peak`, (N,))."""
+    """Counts the live bytes (`now`, (N,)) and their maximum (`peak`, (N,)).
 
-    def __init__(self, devices: int) -> None:
+    sizes: the table of sizes to begin with.
+    """
+
+    def __init__(self, devices: int, sizes: SizeTable | None = None) -> None:
         self.count, self.everyone = devices, (1 << devices) - 1
         self._now, self._peak = np.zeros(devices), np.zeros(devices)
-        self._log: list[tuple[Floats, bool]] = []  # new bytes, and whether they stay
-        # By the id of (N,) bytes, which are kept here; equal layers give the same ones.
-        self._where: dict[int, tuple[Devices, Floats]] = {}
+        self._sizes = sizes or SizeTable(devices)
+        self._log: list[int] = []  # 3 * the size's number, plus 0 if it is freed, 2 if allocated, 1 if both at once
 
     @property
     def now(self) -> Floats:
@@ -84,43 +109,42 @@ class AllocationTracker:
         return np.unpackbits(bits, count=self.count, bitorder="little").astype(np.bool_)
 
     def new(self, size: Floats, kind: MemoryKind = "activations") -> Ref:
-        """A storage with one holder, on the devices where it is not empty."""
-        known = self._where.get(id(size))
-        if known is None:
-            if len(self._where) * self.count > LOGGED:
-                self._where.clear()
-            known = self._where[id(size)] = devices_of(size > 0), size
-        devices = known[0]
-        if not devices:
-            return NOBODY
-        self._note(size, kind, stays=True)
-        return ((Storage(size, kind, devices, [devices]), devices),)
+        """Allocates a storage with one holder on the devices where it is not empty."""
+        devices = self._note(size, kind, 1)
+        return ((Storage(size, kind, devices, [devices]), devices),) if devices else NOBODY
 
     def spike(self, size: Floats | float) -> None:
         """Allocates and frees temporary memory."""
-        whole = size if isinstance(size, np.ndarray) else np.full(self.count, size)
-        self._note(whole, "workspace", stays=False)
+        self._note(size if isinstance(size, np.ndarray) else np.full(self.count, size), "workspace", 0)
 
-    def _note(self, size: Floats, kind: MemoryKind, *, stays: bool) -> None:
-        self._log.append((size, stays))
-        if len(self._log) * self.count > LOGGED:
+    def _note(self, size: Floats, kind: MemoryKind, change: Literal[-1, 0, 1]) -> Devices:
+        """Logs a change: allocated (1), freed (-1), or both at once (0). Returns the devices where it is not empty."""
+        sizes = self._sizes
+        if len(sizes.rows) * self.count > LOGGED:
             self._add_up()
+            sizes = self._sizes = SizeTable(self.count)
+        key = size.tobytes() if sizes.by_content else id(size)
+        number, devices = sizes.known.get(key) or sizes.add(key, size)
+        if devices:
+            self._log.append(3 * number + change + 1)
+            if len(self._log) * self.count > LOGGED:
+                self._add_up()
+        return devices
 
     def _add_up(self) -> None:
         if not self._log:
             return
-        sizes, stay = zip(*self._log, strict=True)
+        number, change = np.divmod(np.array(self._log), 3)
         self._log = []
-        stays = np.array(stay)[:, None]
-        size = np.concatenate(sizes, dtype=np.float64).reshape(len(sizes), self.count)
-        alive = size * stays
+        size = self._sizes.matrix()[number]
+        alive = size * (change - 1)[:, None]
         alive[0] += self._now
         alive = alive.cumsum(0)
         self._now = alive[-1].copy()
-        self._peak = np.maximum(self._peak, (alive + size * ~stays).max(0))
+        self._peak = np.maximum(self._peak, (alive + size * (change == 1)[:, None]).max(0))
 
     def hold(self, ref: Ref, where: Devices | None = None) -> Ref:
-        """Adds a holder of what lies on the devices `where`."""
+        """Adds a holder on the devices `where`; None: on all devices."""
         held = ref if where is None else part(ref, where)
         for s, devices in held:
             more = devices
@@ -141,12 +165,12 @@ class AllocationTracker:
                 s.holders[i] ^= gone
                 fewer ^= gone
             assert not fewer, "dropped more often than held"
-            if gone:  # of the first holders
+            if gone:  # the last holder is gone there
                 size = s.size if gone == s.devices else np.where(self.mask(gone), s.size, 0.0)
-                self._note(-size, s.kind, stays=True)
+                self._note(size, s.kind, -1)
 
     def unshared(self, ref: Ref) -> Devices:
-        """The devices on which this tensor is its storage's only holder."""
+        """The devices on which this tensor is the only holder of its storage."""
         alone = self.everyone
         for s, devices in ref:
             several = s.holders[1] if len(s.holders) > 1 else 0

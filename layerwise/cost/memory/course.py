@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import get_args
+from typing import Literal, get_args
 
 import numpy as np
 
-from layerwise.cost.memory.allocations import KINDS, AllocationTracker, MemoryKind
+from layerwise.cost.memory.allocations import KINDS, AllocationTracker, Devices, MemoryKind, devices_of
 from layerwise.cost.memory.step import peak_bytes, tracked
 from layerwise.cost.model import CostModel, Strategy
 from layerwise.geometry.arrays import Floats
@@ -18,27 +18,27 @@ from layerwise.program.instructions import Begin, End, Fill, Forget, Free, Instr
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """A device's bytes at the fullest moment of each instruction of a step that allocates or frees."""
+    """A device's bytes at the fullest moment of each instruction of a step, if that changes its memory."""
 
     device: int
-    instants: Sequence[str]  # the instructions, `backward of conv1`
+    instants: Sequence[str]  # titles of the instructions, such as `backward of conv1`
     kinds: Mapping[MemoryKind, Sequence[float]]  # by instant
     fullest: int  # the first instant of the peak
 
     @property
     def peak(self) -> dict[MemoryKind, float]:
-        """Bytes of each kind then; their sum is the most of `peak_bytes`."""
+        """The bytes of each kind at the fullest instant; their sum is the largest of `peak_bytes`."""
         return {kind: sizes[self.fullest] for kind, sizes in self.kinds.items()}
 
 
 class _Log(AllocationTracker):
-    """A tracker that adds nothing up, but records how much had been logged after each instruction."""
+    """A tracker that adds nothing up: it keeps all changes, and how many there were after each instruction."""
 
     def __init__(self, devices: int) -> None:
         super().__init__(devices)
-        self.logged: list[tuple[Floats, MemoryKind, bool]] = []
+        self.logged: list[tuple[Floats, MemoryKind, int]] = []
         self.instants: list[tuple[str, int]] = []
-        # Those that only free memory belong to the next one.
+        # An instruction that only frees memory counts as part of the next one.
         self.does: Effects = {
             **dict.fromkeys(get_args(Instruction), self._done),
             **dict.fromkeys((Free, Forget, Keep, Release)),
@@ -47,8 +47,9 @@ class _Log(AllocationTracker):
     def _done(self, instruction: Instruction) -> None:
         self.instants.append((_title(instruction), len(self.logged)))
 
-    def _note(self, size: Floats, kind: MemoryKind, *, stays: bool) -> None:
-        self.logged.append((size, kind, stays))
+    def _note(self, size: Floats, kind: MemoryKind, change: Literal[-1, 0, 1]) -> Devices:
+        self.logged.append((size, kind, change))
+        return devices_of(size > 0)
 
 
 def course(model: CostModel, strategy: Strategy) -> Course:
@@ -57,9 +58,9 @@ def course(model: CostModel, strategy: Strategy) -> Course:
     log = _Log(model.devices.count)
     tracked(model, strategy, log, log.does)
     sizes = np.array([size[device] for size, *_ in log.logged])
-    stays = np.array([stay for *_, stay in log.logged])
-    of_kind = np.array([[one == kind for _, one, _ in log.logged] for kind in KINDS])
-    alive = (sizes * of_kind * stays).cumsum(1) + sizes * of_kind * ~stays
+    change = np.array([one for *_, one in log.logged])
+    of_kind = np.array([[one == kind for _, one, _ in log.logged] for kind in KINDS]) * sizes
+    alive = (of_kind * change).cumsum(1) + of_kind * (change == 0)
     titles, moments, start = list[str](), list[int](), 0
     for title, end in [("before the step", log.instants[0][1]), *log.instants]:
         if sizes[start:end].any():

@@ -1,4 +1,4 @@
-"""What a layer adds to rows (`memory.rows`): bytes of device 0 under each of its V variants."""
+"""LayerRows: what one layer adds to the rows of `memory.rows`, as bytes of device 0 under each of its V variants."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from layerwise.partition.sharding import shardings, states_of
 class Read(NamedTuple):
     """An input of a layer; arrays are (V,)."""
 
-    need: Floats  # bytes, where it lies here
-    travels: Floats  # bytes as it is received, with its padding
-    padded: Floats  # bytes of a padded copy of what lies here
+    need: Floats  # bytes if it lies on this device already
+    travels: Floats  # bytes if it is received, with its padding
+    padded: Floats  # bytes of a padded copy, which is made if it lies on this device
     saves: Mask  # whether the backward pass reads it
 
 
@@ -35,37 +35,38 @@ class Read(NamedTuple):
 class LayerRows:
     """A layer on device 0; arrays are (V,), in bytes."""
 
-    place: Place  # of the W watched devices under each of C cells: row c * W + w
+    place: Place  # boxes of the W watched devices under each of C cells, in row c * W + w
     everywhere: Mask  # (C,) whether every device has all that it needs
     dims: tuple[Dim, ...]  # of the iteration space
-    computed: Ints  # (C, D) how each is cut
-    owned: Ints  # (C, R) and each of the output
-    rows: Ints  # (V,) which of the C cells
-    own: Floats  # its output
-    saved: Floats  # what it makes and its backward pass reads
-    keeps: Mask  # whether its output is in that
-    held: Floats  # the most of its own in its backward pass, while its inputs are held
-    gone: Floats  # and at any time of it
-    steady: Floats  # of parameters: all the time
-    begin: Floats  # when what is sharded is gathered for the step
-    after: Floats  # since its backward pass
+    computed: Ints  # (C, D) the degree of each dimension when it is computed
+    owned: Ints  # (C, R) the degree of each dimension of the output
+    rows: Ints  # (V,) the index of each variant's cells
+    own: Floats  # the output
+    saved: Floats  # what the layer allocates and its backward pass reads
+    keeps: Mask  # whether the output is part of `saved`
+    held: Floats  # the peak of its own storages in its backward pass, as long as its inputs are held
+    gone: Floats  # the same at any time of its backward pass
+    # Of parameters, their gradients and states:
+    steady: Floats  # held throughout the step
+    begin: Floats  # while sharded parameters are gathered for the step
+    after: Floats  # from the layer's backward pass on
     end: Floats  # at the end of the backward pass
-    update: Floats  # when the optimizer steps
+    update: Floats  # while the optimizer steps
     reads: dict[int, Read] = field(default_factory=dict)  # by slot
 
     def read(self, slot: int) -> Read:
-        """An input; nothing of it where the backward pass has nothing to do with it."""
+        """An input's bytes; all are 0 if the backward pass does not read it."""
         none = np.zeros(len(self.own))
         return self.reads.get(slot, Read(none, none, none, np.zeros(len(none), np.bool_)))
 
 
 def layer_rows(model: CostModel, layer: Layer, configs: tuple[Config, ...], watched: Ints) -> LayerRows:
-    """A layer under all its variants. watched: device 0, and others on which it is looked where something travels."""
+    """A layer's rows. watched: device 0, and other devices that tell whether an input is transferred."""
     return _Maker(model, layer, configs, watched).made()
 
 
 class _Maker:
-    """Makes the rows of one layer."""
+    """Computes the rows of one layer."""
 
     def __init__(self, model: CostModel, layer: Layer, configs: tuple[Config, ...], watched: Ints) -> None:
         self.model, self.layer, self.configs, self.watched = model, layer, configs, watched
@@ -76,12 +77,12 @@ class _Maker:
         self.place, self.everywhere, self.degrees = self._place()
 
     def first(self, sizes: Floats | Mask | float) -> Floats:
-        """(V,) of sizes (C * W,), or one for all, those of device 0."""
+        """(V,) sizes on device 0, from sizes (C * W,) or one size for all."""
         count = len(self.watched)
         return np.broadcast_to(np.asarray(sizes, np.float64), len(self.cells) * count)[::count][self.rows]
 
     def made(self) -> LayerRows:
-        """All of the layer."""
+        """The layer's rows."""
         layer, none, io = self.layer, self.none, self.model.options.io
         own = self.first(self.place.owned.volume * layer.out.item_bytes)
         found = LayerRows(
@@ -99,7 +100,7 @@ class _Maker:
         return found
 
     def _place(self) -> tuple[Place, Mask, tuple[Ints, Ints]]:
-        """Boxes of the watched devices, where every device has the whole, and how dimensions are cut."""
+        """The boxes of the watched devices, (C,) whether every device has the full tensor, and the degrees."""
         layer, model, rank = self.layer, self.model, len(self.layer.out.shape)
         count, dims = len(self.watched), layer.space.dims
         if layer.role is Role.CONSTANT or (layer.end and model.options.io != "sample"):
@@ -115,13 +116,13 @@ class _Maker:
         computed, owned = (these.cuts[:, int(not rank) :] for these in (layout.computed, layout.owned))
         return place, uncut, (computed, owned)
 
-    # ---- what it saves, and what its backward pass takes ----
+    # ---- what the layer saves, and what its backward pass allocates ----
 
     def _stages(self, found: LayerRows, gradients: Floats, gathered: Floats) -> None:
         model, layer, none, first = self.model, self.layer, self.none, self.first
         stages = stages_of(layer, self.place, model.graph.flows_back(layer), False)
-        size: dict[object, Floats] = {}  # of storages that are its own
-        upto: list[dict[object, Mask]] = []  # those that stages up to each hold, and where
+        size: dict[object, Floats] = {}  # bytes of the layer's own storages
+        upto: list[dict[object, Mask]] = []  # by stage: what it and those before it hold, under which variants
         out: object = None
         for number, stage in enumerate(stages):
             held = dict(upto[-1]) if upto else {}
@@ -169,7 +170,7 @@ class _Maker:
                     new = size[number - 1]
             new = new + (gradients if start else none)
             both = bytes_of(number) + run + between
-            # Where its input lies here, the gradient of a padded copy is there before those of what it was made of.
+            # If the input lies on this device, the gradient of its padded copy comes before the input's own.
             padded = first(stage.padded)
             with_ = np.where(between > 0, both, both + np.where(padded > 0, np.minimum(new, padded), new))
             then = np.where(between > 0, bytes_of(number - 1) + between + new, 0)
@@ -178,7 +179,7 @@ class _Maker:
         found.held, found.gone = most + gathered, gone + gathered
 
     def _need(self, slot: int) -> Read:
-        """An input, of which nothing is saved so far."""
+        """An input of which nothing is saved yet."""
         maps, epilogue = input_maps(self.layer, slot)
         item_bytes = self.model.graph[self.layer.inputs[slot]].out.item_bytes
         need = self.first(self.place.at(epilogue).needs(maps).volume * item_bytes)
@@ -187,7 +188,7 @@ class _Maker:
     # ---- parameters ----
 
     def _parameters(self, found: LayerRows) -> tuple[Floats, Floats]:
-        """Sets what parameters take. Returns all gradients, and what is gathered while the layer computes."""
+        """Sets the bytes of parameters. Returns those of gradients, and of what is gathered for the layer alone."""
         model, layer, rows, first = self.model, self.layer, self.rows, self.first
         states, training = OPTIMIZERS[model.options.optimizer], model.options.kind == "training"
         spikes = model.options.optimizer == "adam" and model.devices.device_type != "cpu"
@@ -213,7 +214,7 @@ class _Maker:
         return gradients, gathered
 
     def _shards(self, p: Parameter, item_bytes: int) -> tuple[Floats, Floats, Floats, Floats]:
-        """(C,) whether devices can share a parameter out, what each keeps of it, a row, and the rows of all."""
+        """(C,) whether a parameter can be sharded; then bytes: a device's shard, the same as sent, and all shards."""
         found = np.zeros((4, len(self.cells)))
         if any(config.states != "replicated" for config in self.configs):
             unfed = self.layer.name in self.model.graph.unfed
@@ -227,7 +228,7 @@ class _Maker:
 
 
 def _boxes(cells: LayoutCells, dims: Sequence[Dim], devices: Ints, skip: int) -> Boxes:
-    """Of some devices, under each of C cells. skip: 1 for a scalar, which layouts count as one dimension."""
+    """The boxes of some devices under each of C cells. skip: 1 for a scalar, which layouts count as one dimension."""
     index, active = cells.at(devices), cells.numbers(devices) >= 0
     lo, hi = (np.zeros((*index.shape[:2], len(dims)), np.int64) for _ in range(2))
     for i, dim in enumerate(dims):

@@ -1,7 +1,7 @@
-"""The memory of parameters and their gradients through a step.
+"""The memory of parameters and their gradients through a step, as `layerwise.run.execute` allocates it.
 
-As `layerwise.run.execute` has it. Of what devices share out there are gathers (`gathers`), what layers compute with,
-and gradients in buckets of shards.
+A sharded parameter has a shard on each device, the gathered parameter that the layer computes with, and its gradient in
+a bucket of shards.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from layerwise.program.instructions import AllGather, Arrive, Fill, Release, Upd
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Share:
-    """One parameter; arrays are (N,), in bytes."""
+    """A sharded parameter; arrays are (N,), in bytes."""
 
     kind: ParameterKind
-    gathered: bool  # whether it is full only while its layer computes
-    full: Floats  # of the box that a device computes with
-    owned: Floats
-    shard: Floats  # as it travels
-    shards: Floats  # those of all members
+    gathered: bool  # whether it is gathered only while its layer computes
+    full: Floats  # the box that a device computes with
+    owned: Floats  # a device's shard
+    shard: Floats  # the same as it is sent, padded to the size of the largest
+    shards: Floats  # the shards of all members, as they are sent
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,13 +43,13 @@ class ParameterMemory:
     """One parameter that lives in a layer; arrays are (N,), in bytes."""
 
     trained: bool
-    size: Floats  # of the box that a device computes with
-    shared: Floats  # that where another device has the same one
-    share: Share | None  # where devices own a part each
+    size: Floats  # the box that a device computes with
+    shared: Floats  # the same if another device has an equal box, else 0
+    share: Share | None  # its shards, if it is sharded
 
     @property
     def alone(self) -> Floats:
-        """(N,) bytes of its gradient on devices that nobody shares it with."""
+        """(N,) bytes of its gradient on devices that share it with no other device."""
         return self.size - self.shared if self.share is None else 0 * self.size
 
 
@@ -66,7 +66,7 @@ def parameters_of(model: CostModel, layer: Layer, config: Config, place: Place) 
 
 
 def _share(model: CostModel, layer: Layer, p: Parameter, config: Config, boxes: Boxes, item_bytes: int) -> Share | None:
-    """The part of a parameter that devices keep, computing with `boxes`; None where that is all of these."""
+    """The shards of a parameter whose layer computes with `boxes`; None if it is not sharded."""
     found = sharded(layer, p, config, model.devices.count, unfed=layer.name in model.graph.unfed)
     if found is None:
         return None
@@ -77,23 +77,23 @@ def _share(model: CostModel, layer: Layer, p: Parameter, config: Config, boxes: 
 
 @dataclass(eq=False)
 class ParameterStorages:
-    """The storages of a strategy's parameters and of their gradients; what instructions do to them."""
+    """The storages of a strategy's parameters and of their gradients, and how instructions change them."""
 
     model: CostModel
     tracker: AllocationTracker
     training: bool
     _shares: dict[str, list[Share]] = field(default_factory=dict)  # by layer
     _trained: dict[str, list[ParameterMemory]] = field(default_factory=dict)  # by layer
-    _updated: list[Floats] = field(default_factory=list)  # of what a device updates of each
-    _members: list[list[Share]] = field(default_factory=list)  # of each bucket, what is shared out
+    _updated: list[Floats] = field(default_factory=list)  # bytes of each parameter that a device updates
+    _members: list[list[Share]] = field(default_factory=list)  # by bucket, its sharded parameters
     _bucket: dict[int, int] = field(default_factory=dict)  # by the share's id
-    _flat: dict[int, Ref] = field(default_factory=dict)  # of each bucket, the rows of all members
+    _flat: dict[int, Ref] = field(default_factory=dict)  # by bucket, the shards of all members
     _summing: int | None = None  # the bucket of gathered parameters that was flushed last
-    _full: dict[str, dict[int, Ref]] = field(default_factory=dict)  # what a layer computes with, by the share's id
-    _coming: dict[str | int, Ref] = field(default_factory=dict)  # what travels to be gathered
+    _full: dict[str, dict[int, Ref]] = field(default_factory=dict)  # gathered parameters, by layer and share's id
+    _coming: dict[str | int, Ref] = field(default_factory=dict)  # what gathers are sending and receiving
 
     def add(self, layer: Layer, parameters: Sequence[ParameterMemory]) -> None:
-        """A layer's parameters and their optimizer's state live through the step."""
+        """Allocates a layer's parameters and their optimizer's states, which live through the step."""
         states, new = OPTIMIZERS[self.model.options.optimizer], self.tracker.new
         rows = self._trained.setdefault(layer.name, [])
         for p in parameters:
@@ -110,7 +110,7 @@ class ParameterStorages:
                 self._updated.append(local)
 
     def bucket(self, step: Program, facts: StrategyFacts, sums: Sequence[GradientSum]) -> None:
-        """The index of the program's bucket of each that is sharded."""
+        """Finds the program's bucket of each sharded parameter."""
         for number, bucket in enumerate(step.buckets):
             numbers = bucket.gradients if bucket.states != "replicated" else ()
             of = [(self._shares[facts.gradients[i].layer], sums[i].kind) for i in numbers]
@@ -122,51 +122,52 @@ class ParameterStorages:
 
     @property
     def does(self) -> Effects:
-        """The instructions that concern them, and what each does."""
+        """The instructions that change these storages, and what each does."""
         return {
             AllGather: self.gather, Arrive: self.arrive, Release: self.release, Fill: self.fill, Update: self.update,
         }  # fmt: skip
 
     def gather(self, instruction: AllGather) -> None:
-        """Room for what arrives; and where it is for one layer, for what that computes with."""
+        """Allocates what a gather receives and, if it is for one layer, the parameters that the layer computes with."""
         what = instruction.what
         shares = self._members[what] if isinstance(what, int) else self._shares[what]
         if isinstance(what, str):
             shares = [share for share in shares if share.gathered]
             self._full[what] = {id(share): self.tracker.new(share.full, "gathered") for share in shares}
-        travelling = np.sum([share.shards + share.shard for share in shares], axis=0)  # as it arrives, and as it leaves
+        travelling = np.sum([share.shards + share.shard for share in shares], axis=0)  # received and sent
         self._coming[what] = self.tracker.new(travelling, "gathered")
 
     def arrive(self, instruction: Arrive) -> None:
-        """Gives up what travelled: it has been copied to its place."""
+        """Frees what a gather has received, which has been copied to its place."""
         self.tracker.drop(self._coming.pop(instruction.what))
 
     def release(self, instruction: Release) -> None:
-        """The layer has computed."""
+        """Frees the parameters that were gathered for a layer, which has computed."""
         for full in self._full.pop(instruction.layer, {}).values():
             self.tracker.drop(full)
 
     def fill(self, instruction: Fill) -> None:
-        """Rows are summed; those of gathered parameters after the ones before."""
+        """Allocates what sums of sharded gradients leave. Sums of gathered parameters follow one after the other."""
         for number in instruction.buckets:
             shares = self._members[number]
             if not shares:
-                continue  # replicated: the bucket is what the gradients lie in
+                continue  # replicated: gradients are summed in their bucket
             if shares[0].gathered:
                 if self._summing is not None:
                     self.tracker.drop(self._flat.pop(self._summing))
                 self._summing = number
-            # This device's part of the sum stays.
+            # This device's shard of the sum stays.
             self.tracker.new(np.sum([share.shard for share in shares], axis=0), "gradients")
-            if self.model.devices.device_type == "cpu":  # messages arrive in rows of their own
+            if self.model.devices.device_type == "cpu":  # messages are received into storages of their own
                 others = np.sum([share.shards - share.shard for share in shares], axis=0)
                 self._flat[number] += self.tracker.new(others, "gradients")
 
     def update(self, _: Update) -> None:
-        """The backward pass has ended, and the optimizer steps: Adam has its denominators meanwhile.
+        """The optimizer steps, and Adam allocates its denominators.
 
-        For all parameters at once (PyTorch's foreach, https://pytorch.org/docs/stable/generated/torch.optim.Adam.html),
-        but on a CPU for one after the other: its root and that divided, beside the last one's.
+        On a GPU it does so for all parameters at once (PyTorch's foreach,
+        https://pytorch.org/docs/stable/generated/torch.optim.Adam.html). On a CPU it goes through parameters one by
+        one: a root and a quotient of each, while the previous one's quotient is still alive.
         """
         for rows in self._flat.values():
             self.tracker.drop(rows)
@@ -179,20 +180,20 @@ class ParameterStorages:
             self.tracker.spike(before + 2 * size)
             before = size
 
-    # ---- the gradients of a layer, within its backward pass ----
+    # ---- the gradients of a layer, in its backward pass ----
 
     def gradients(self, layer: Layer) -> list[Ref]:
-        """Storages of a layer's, as they are made; those that are summed later go into their rows."""
+        """Allocates a layer's gradients. Those of sharded, not gathered parameters go into their bucket at once."""
         made = [self.tracker.new(one.size, "gradients") for one in self._trained[layer.name]]
         self._into_shards([share for share in self._shares.get(layer.name, ()) if not share.gathered])
         return made
 
     def put(self, layer: Layer, made: Sequence[Ref]) -> None:
-        """Gradients go, one after the other, when what they were made of is gone; those that are shared into buckets.
+        """Copies gradients into buckets, one after the other, and frees them; their sources have been freed before.
 
-        A bucket is counted by what has been written to it, which is all that a CPU gives it memory for. The first makes
-        room for the rows of all that are gathered; parameters that are gathered for the layer go as soon as they have a
-        gradient.
+        A bucket counts as far as it has been written, because a CPU gives memory to what is written only. Parameters
+        that are gathered for the layer are freed as soon as they have a gradient; the first of them allocates the
+        shards of its bucket.
         """
         for one, gradient in zip(self._trained[layer.name], made, strict=True):
             self.tracker.new(one.shared, "gradients")
@@ -202,13 +203,13 @@ class ParameterStorages:
             self.tracker.drop(gradient)
 
     def hand_out(self, layer: Layer) -> None:
-        """Gradients that nobody shares stay; what is shared has been copied into its bucket."""
+        """Keeps the gradients that no other device shares. The others have been copied into their bucket."""
         for one in self._trained[layer.name]:
             self.tracker.new(one.alone, "gradients")
         self.release(Release(layer.name))
 
     def put_tied(self, layer: Layer) -> None:
-        """The gradient of a parameter that several layers use goes into its rows."""
+        """Puts the gradient of a parameter that several layers use into its bucket."""
         for one in self._trained[layer.name]:
             self.tracker.new(one.shared, "gradients")
         self._into_shards(self._shares.get(layer.name, ()))

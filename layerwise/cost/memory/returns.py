@@ -1,4 +1,4 @@
-"""What a device holds while the gradient of a layer's input goes back, for all pairs of configurations at once."""
+"""The memory of a device while the gradient of a layer's input is sent back, for all pairs of configurations."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from layerwise.partition.place import input_maps
 
 
 def returned_bytes(source: LayerRows, target: LayerRows, layer: Layer, slot: int, watched: int) -> Floats:
-    """(C_u, C_v) elements on device 0 where something travels: the gradient of what it needs, the parts that arrive
-    for what it owns, and copies of those that it sends and that are not contiguous (`partition.moved`).
+    """(C_u, C_v) elements on device 0 if something is sent: the gradient of the box that it needs, the parts that it
+    receives for the box that it owns, and copies of the parts that it sends and that are not contiguous
+    (`partition.moved`).
 
-    watched: devices of which places have boxes, device 0's first.
+    watched: the number of devices whose boxes are in each place; device 0 comes first.
     """
     maps, epilogue = input_maps(layer, slot)
     owned, need = source.place.owned, target.place.at(epilogue).needs(maps)
@@ -45,7 +46,7 @@ def returned_bytes(source: LayerRows, target: LayerRows, layer: Layer, slot: int
 
 
 def _scattered(source: LayerRows, lo: Ints, hi: Ints, dim: int) -> Mask:
-    """(C_u, C_v): whether the source's cells cut what is needed in a dimension so that parts are not contiguous."""
+    """(C_u, C_v) True where the source's cells cut the needed box in a dimension such that parts are not contiguous."""
     found: Mask = np.zeros((len(source.owned), len(lo)), np.bool_)
     inner = (hi - lo)[:, :dim].prod(1) <= 1
     for degree in np.unique(source.owned[:, dim]).tolist():

@@ -1,11 +1,12 @@
-"""ByteRows: lower bounds of a step's peak that are sums over layers and edges, two for each layer's backward pass.
+"""ByteRows: lower bounds of a step's peak that are sums over layers and edges. Each row is one instant of the step.
 
-When a layer's backward pass runs, what earlier layers have saved is alive, and what later layers have made of their
-parameters' gradients. So there is a row a layer while its inputs are held, and one when they have gone; one an edge,
-while the gradient of that input goes back; one of the loss, of the end of the backward pass and of the update. All are
-of device 0, which has a cell of every configuration. What two layers hold together is claimed by one of them only: by
-its maker where that saves it, else by the reader that `_claimants` names. That rows are lower bounds is a property
-(tests/cost/test_rows.py): of random networks, choices, forms and machines.
+While a layer's backward pass runs, two things are alive: what earlier layers have saved, and the gradients that later
+layers have computed for their parameters. So each layer has two rows, one while its inputs are held and one after they
+have been freed. Each edge has a row for the time at which the gradient of that input is sent back. The beginning, the
+loss, the end of the backward pass and the update have a row each. All rows are of device 0, because it has a cell in
+every configuration. A tensor that two layers hold together must be counted once. The layer that computes it counts it
+if it saves it; otherwise the reader that `_claimants` chooses does. A property test (tests/cost/test_rows.py) checks
+that rows are lower bounds, on random networks, choices, forms and machines.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from layerwise.ops.base import Role
 from layerwise.partition.blocks import blocks, saved_within
 from layerwise.partition.place import input_maps
 
-Tables = tuple[Floats, Floats]  # (B_u, B_v) bytes: while the reader's block is run backward, and before that
-GONE = ("", ", inputs gone")  # of a layer's two instants
-ENDS = 3  # instants that come before those of layers
+Tables = tuple[Floats, Floats]  # (B_u, B_v) bytes: in the backward pass of the reader's block, and before it
+GONE = ("", ", inputs gone")  # endings of the titles of a layer's two instants
+ENDS = 3  # the number of instants that are listed before those of layers
 
 
 class Event(NamedTuple):
-    """Bytes that a layer or an edge holds at the instants from the first to the last but one, in the graph's order."""
+    """The bytes that a layer or an edge holds from instant `first` up to, but not at, instant `end`."""
 
     of: str | EdgeName
     bytes: Floats  # (V,) or (B_u, B_v)
@@ -45,13 +46,13 @@ class Event(NamedTuple):
 class ByteRows:
     """The rows of all choices of some variants."""
 
-    instants: Sequence[str]  # of which each is a row
-    base: Mapping[str, Ints]  # (V_l,) of each variant, the index of its base
+    instants: Sequence[str]  # a title for each row
+    base: Mapping[str, Ints]  # (V_l,) the index of each variant's base
     events: Sequence[Event]
-    _tables: dict[int, Costs] = field(default_factory=dict)  # of rows that were asked for
+    _tables: dict[int, Costs] = field(default_factory=dict)  # a cache, by row
 
     def row(self, row: int) -> Costs:
-        """Bytes of one row."""
+        """The table of one row, in bytes."""
         if row not in self._tables:
             node = {name: np.zeros(len(base)) for name, base in self.base.items()}
             edge = dict[EdgeName, Floats]()
@@ -65,7 +66,7 @@ class ByteRows:
         return self._tables[row]
 
     def rows(self, choice: Mapping[str, int]) -> Floats:
-        """(R,) bytes of one choice."""
+        """(R,) the bytes of one choice in every row."""
         changes = np.zeros(len(self.instants) + 1)
         at = {name: (variant, self.base[name][variant]) for name, variant in choice.items()}
         for of, bytes_, first, end in self.events:
@@ -76,20 +77,20 @@ class ByteRows:
         return rows
 
     def restrict(self, keep: Mapping[str, Mask], bases: Mapping[str, Ints], base: Mapping[str, Ints]) -> ByteRows:
-        """The rows of the variants that are kept. bases: those that are left; base: (V_l,) of these."""
+        """The rows of the kept variants. bases: the indices of the bases that are left; base: as in the class."""
         left = (e._replace(bytes=restricted(e.of, e.bytes, keep, bases)) for e in self.events)
         return ByteRows(self.instants, base, [event for event in left if event.bytes.any()])
 
 
 def byte_rows(model: CostModel, configs: Configs, base: Mapping[str, Ints]) -> ByteRows:
-    """The rows of all choices of these variants. configs: V_l of every layer; base: (V_l,) what neighbours see."""
+    """The rows over some variants. configs: the V_l variants of each layer; base: (V_l,) the index of their bases."""
     made = _Holding(model, configs, base)
     events = [event for event in made.events() if event.first < event.end and event.bytes.any()]
     return ByteRows(made.instants, base, events)
 
 
 class _Holding:
-    """What the layers and edges of a space hold, and when."""
+    """Finds what the layers and edges of a space hold, and when."""
 
     def __init__(self, model: CostModel, configs: Configs, base: Mapping[str, Ints]) -> None:
         graph = self.graph = model.graph
@@ -115,7 +116,7 @@ class _Holding:
         self.within = saved_within(graph)
         self._local: dict[object, Mask] = {}
         self._returns: dict[object, Floats] = {}
-        # Edges to layers that compute, not only view.
+        # Edges to layers that compute; others only view their input.
         self.read = [e for e in graph.edges() if graph[e[1]].role is Role.COMPUTE and not is_view(graph[e[1]])]
         self.readers = self._readers()
         claims = self._claimants()
@@ -125,10 +126,10 @@ class _Holding:
         own = [(self.index[name], f"backward {name}{which}", None) for name in self.backward for which in GONE]
         back = [edge for edge in self.read if model.has_gradient[edge[0]] and model.has_gradient[edge[1]]]
         returns = [(self.index[e[1]], f"gradient of {e[0]} from {e[1]}", e) for e in back]
-        instants = sorted([*own, *returns], key=itemgetter(0))  # of each layer, its own come first
+        instants = sorted([*own, *returns], key=itemgetter(0))  # a layer's own come before its edges'
         self.instants = ("begin", "backward end", "update", *(title for _, title, _ in instants), "loss")
         self._back = {number: edge for number, (*_, edge) in enumerate(instants, ENDS) if edge}
-        # Of each layer, and behind the last one, its first instant or that of the next one.
+        # The first instant of each layer, or of the next layer that has one; and the number of instants at the end.
         first = np.searchsorted([i for i, *_ in instants], np.arange(len(self.names) + 1))
         self._start = [*(ENDS + first).tolist(), len(self.instants)]
         lasting = {(u, *end): self._lasting((u, *end)) for u, end in self.within.items()}
@@ -136,22 +137,22 @@ class _Holding:
         self.loss = self._loss()
         self.returned = self._root(self.graph.layers[-1].inputs[0]) if self.loss else ""
         if self.returned in self.readers or graph[self.returned or self.names[-1]].role is not Role.COMPUTE:
-            self.returned = ""  # somebody claims it, or nobody made it
+            self.returned = ""  # a reader counts it already, or no layer computes it
 
-    # ---- what two layers hold together ----
+    # ---- storages that two layers hold together ----
 
     def _root(self, name: str) -> str:
-        """The layer whose storage a layer's output is."""
+        """The layer that computed the storage of this layer's output: itself, or the first one behind its views."""
         while is_view(self.graph[name]):
             name = self.graph[name].inputs[0]
         return name
 
     def _is_stored(self, name: str) -> bool:
-        """Whether a layer's output is not larger than the storage that it is, as an expanded one is."""
+        """True if a layer's output is no larger than its storage; an expanded view is larger."""
         return self.graph[name].out.volume <= self.graph[self._root(name)].out.volume
 
     def _readers(self) -> dict[str, dict[str, list[EdgeName]]]:
-        """The edges to those who may hold a tensor that its maker does not save: by the maker, and by the reader."""
+        """The edges to readers that may hold a storage that its maker does not save, by maker and by reader."""
         graph, readers = self.graph, dict[str, dict[str, list[EdgeName]]]()
         for edge in self.read:
             u, v, _ = edge
@@ -163,10 +164,11 @@ class _Holding:
         return readers
 
     def _claimants(self) -> set[EdgeName]:
-        """Edges of which the reader claims what it holds of such a tensor: those of one reader a tensor."""
+        """The edges whose reader counts such a storage. For each storage, one reader is chosen."""
         found = set[EdgeName]()
         for root, by in self.readers.items():
-            # What is saved by its maker needs a claimant where that is recomputed: one that is not with it.
+            # A storage that its maker saves is counted there, unless the maker is recomputed. Then a reader outside
+            # of the maker's block has to count it.
             apart = [v for v in by if self.block[v] != self.block[root] and all(e[0] == root for e in by[v])]
             among = apart if apart and self.layers[root].keeps.all() else by
             edges = by[max(among, key=lambda v: self._worth(v, by[v]))]
@@ -175,13 +177,13 @@ class _Holding:
         return found
 
     def _worth(self, v: str, edges: list[EdgeName]) -> tuple[float, int]:
-        """How much a reader would claim."""
+        """The elements that a reader would count, and its index, which decides between equal readers."""
         reads = self.layers[v].reads
         saved = [e for e in edges if e[2] in reads and reads[e[2]].saves.any()]
         return float(sum(self.graph[e[0]].out.volume for e in saved)), self.index[v]
 
     def _edge(self, edge: EdgeName, claims: bool) -> Tables:
-        """The tables of an edge. claims: whether the reader claims the tensor where its maker does not save it."""
+        """The tables of an edge. claims: whether the reader counts the tensor if its maker does not save it."""
         u, v, slot = edge
         source, target, at, to = self.layers[u], self.layers[v], self.first[u], self.first[v]
         if slot not in target.reads and not self.recomputed[v].any():
@@ -193,24 +195,24 @@ class _Holding:
         inside_it = self.within.get(u) == (v, slot)
         local = self._locality(edge)[np.ix_(source.rows[at], target.rows[to])]
 
-        # Where it lies here, it is the source's storage that is held, all of it.
+        # If the input lies on this device, the reader holds the source's full storage.
         whole = np.where(need > 0, np.maximum(need, own), 0.0) if self._is_stored(u) else need
 
-        def held(here: Mask) -> Floats:  # whether the source holds what it saves
+        def held(here: Mask) -> Floats:  # here: whether the source still holds what it has saved
             lies = padded + claims * whole * saves * ~(keeps & here)
             received = np.maximum(saves * travels - inside_it * own * (keeps & here), 0)
             return np.where(local, lies, received)
 
         inside = held(here=np.ones_like(again_u) if together else ~again_u)
-        # What a block is recomputed from; of a view that is recomputed, too, that may be its source's.
+        # A block holds what it is recomputed from. If that is a recomputed view, its source may hold the storage.
         gone = again_u & (together or is_view(self.graph[u]))
         kept = claims * own * ~(keeps & ~again_u) * ~gone * self._is_stored(u)
-        return inside, np.where(again_v, kept, held(~again_u))  # of full shape both
+        return inside, np.where(again_v, kept, held(~again_u))  # both have the full shape
 
     def _lasting(self, edge: EdgeName) -> Floats:
-        """(B_u, B_v) bytes that a reader has received beyond the box that its source saves within them.
+        """(B_u, B_v) bytes that a reader has received around the box that its source saves as a part of them.
 
-        They are held with that box: after the reader's backward pass, until the source's.
+        They live as long as that box: beyond the reader's backward pass, until the source's.
         """
         u, v, slot = edge
         source, target, at, to = self.layers[u], self.layers[v], self.first[u], self.first[v]
@@ -225,7 +227,7 @@ class _Holding:
         return np.where(inside & mine & saves, np.maximum(travels - source.own[at][:, None], 0), 0.0)
 
     def _locality(self, edge: EdgeName) -> Mask:
-        """(C_u, C_v) whether all that watched devices need lies where it is needed."""
+        """(C_u, C_v) True where each watched device owns all that it needs."""
         u, v, slot = edge
         layer, source, target = self.graph[v], self.layers[u], self.layers[v]
         key = self.model.kind(self.graph[u]), self.model.kind(layer), slot, self.configs[u], self.configs[v]
@@ -244,7 +246,7 @@ class _Holding:
         return self._local[key, u in self.graph.unfed]
 
     def _returned(self, edge: EdgeName) -> Floats:
-        """(B_u, B_v) bytes while the gradient of an input goes back: it, what arrives, and copies of what is sent."""
+        """(B_u, B_v) bytes while an input's gradient is sent back: the gradient, what arrives, and copies to send."""
         u, v, slot = edge
         key = self.model.kind(self.graph[u]), self.model.kind(self.graph[v]), slot, self.configs[u], self.configs[v]
         if key not in self._returns:
@@ -256,7 +258,7 @@ class _Holding:
         return self._returns[key]
 
     def _loss(self) -> float:
-        """Bytes of the loss's logarithms and gradients, of the only output."""
+        """The bytes of the loss's logarithms and gradients. It is 0 unless there is exactly one output."""
         graph, model = self.graph, self.model
         sink = next(layer for layer in graph.layers if layer.role is Role.SINK)
         if model.options.io != "sample" or len(sink.inputs) != 1 or model.options.kind != "training":
@@ -270,7 +272,7 @@ class _Holding:
     # ---- events ----
 
     def events(self) -> Iterator[Event]:
-        """All that layers and edges hold. Of instants of one layer the first two are its own, the others returns."""
+        """What all layers and edges hold. A layer's first two instants are its own, its others belong to its edges."""
         count, start, none = len(self.instants), self._start, range(0)
         own = {i: range(start[i], start[i] + 2) for i in (self.index[name] for name in self.backward)}
         for name, i in self.index.items():
@@ -285,7 +287,7 @@ class _Holding:
             for number, bytes_ in zip(own.get(i, none), (mine.held, mine.gone), strict=False):
                 yield Event(name, bytes_, number, number + 1)
         yield Event(self.names[0], np.full(len(self.configs[self.names[0]]), self.loss), count - 1, count)
-        if self.returned:  # is there until its loss is
+        if self.returned:  # the output lives until its loss has been computed
             last = self.layers[self.returned]
             yield Event(self.returned, last.own * ~last.keeps, count - 1, count)
         for edge, (inside, before) in self.claimed.items():
@@ -302,5 +304,5 @@ class _Holding:
 
 
 def is_view(layer: Layer) -> bool:
-    """Whether a layer's output is the storage of its input."""
+    """True if a layer's output shares its input's storage."""
     return layer.role is Role.COMPUTE and all(stage.view for stage in layer.stages)

@@ -9,6 +9,7 @@ from typing import TypeVar
 import numpy as np
 
 from layerwise.config import Config
+from layerwise.cost.memory.allocations import Devices, devices_of
 from layerwise.cost.memory.parameters import ParameterMemory, parameters_of
 from layerwise.cost.model import CostModel, Strategy
 from layerwise.geometry.arrays import Floats, Mask
@@ -19,7 +20,7 @@ from layerwise.ops.tensor.pointwise import Cast
 from layerwise.partition.ahead import EdgeEnd
 from layerwise.partition.blocks import saved_within
 from layerwise.partition.moved import Moved, moved, outputs
-from layerwise.partition.place import Place, input_maps, place, read
+from layerwise.partition.place import Boxes, Place, input_maps, place, read
 from layerwise.tensor import ITEM_BYTES
 
 BEFORE = -1  # instead of a slot: the result of the stage before
@@ -31,21 +32,49 @@ class StageMemory:
 
     saved: Saved
     made: Floats  # its result
-    extra: Floats  # this, `forward` and `between`: as in Saved, where a device has a part of the layer
+    extra: Floats  # `extra`, `forward` and `between` are as in Saved, on devices that have a cell
     forward: Floats
     between: Floats
-    slots: tuple[int, ...]  # the layer's inputs that it reads; the first reads the parameters of other layers, too
+    slots: tuple[int, ...]  # the inputs that it reads; the first stage also reads tied parameters of other layers
     tracked: bool  # whether its result has a gradient
-    running: bool  # whether the result of the stage before has
+    running: bool  # whether the result of the stage before has a gradient
     view: bool
-    copies: dict[int, Floats]  # what autocast reads a copy of: by slot, BEFORE for the result of the stage before
-    weights: Floats  # the copies that it makes of weights
-    padded: Floats  # of `extra` and `between`, of a padded copy of its first input; see `given_padded`
+    copies: dict[int, Floats]  # autocast's copies of inputs, by slot; BEFORE is the result of the stage before
+    weights: Floats  # autocast's copies of weights
+    padded: Floats  # the part of `extra` and `between` that is a padded copy of the first input; see `given_padded`
 
     def given_padded(self) -> StageMemory:
-        """The stage if that input is transferred: it arrives padded, and is saved instead of a copy."""
+        """The stage if its first input is transferred: it is received with padding, and saved instead of a copy."""
         saved = replace(self.saved, inputs=self.saved.inputs | (self.padded > 0))
         return replace(self, saved=saved, extra=self.extra - self.padded, between=self.between - self.padded)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EdgeMemory:
+    """The transfer to one input of a layer on all N devices; arrays are (N,), in bytes."""
+
+    local: bool  # nothing is sent
+    need: Floats  # the box that a device needs
+    received: Floats
+    sent: Floats
+    forth: Floats  # the part of what it sends forward that must be made contiguous first
+    back: Floats  # the same for what it sends backward
+    here: Devices  # the devices that need anything
+    inside: Mask  # (N,) whether the needed box includes the box that the device owns of the producer's output
+    viewed: Devices  # the devices whose gradient of the needed box is that of the owned box
+    rest: Floats  # the owned box on all other devices
+
+    @staticmethod
+    def of(edge: Moved, owned: Boxes, item_bytes: int) -> EdgeMemory:
+        """owned: the boxes of the producer's output."""
+        volume = owned.volume
+        alike = edge.owned == volume
+        viewed = alike & (edge.local | (edge.sent == 0))
+        elements = edge.need, edge.received, edge.sent, edge.forth, edge.back
+        need, received, sent, forth, back = (size * item_bytes for size in elements)
+        inside, rest = owned.active & alike & (volume > 0), np.where(viewed, 0.0, volume * item_bytes)
+        here = devices_of(edge.need > 0)
+        return EdgeMemory(edge.local, need, received, sent, forth, back, here, inside, devices_of(viewed), rest)
 
 
 def stages_of(layer: Layer, place: Place, flows: Sequence[bool], split: bool) -> list[StageMemory]:
@@ -63,7 +92,8 @@ def stages_of(layer: Layer, place: Place, flows: Sequence[bool], split: bool) ->
         extra, forward, between, padded = (
             np.where(boxes.active, size, 0.0) for size in (saved.extra, saved.forward, saved.between, around)
         )
-        if split and not stage.epilogue:  # partial sums; what leaves of them and what comes; then backward those of all
+        if split and not stage.epilogue:
+            # Forward: partial sums, and what is sent and received of them. Backward: those of all devices.
             extents = (boxes.hi - boxes.lo)[:, :rank].astype(np.float64)
             partial = np.where(boxes.active, extents.prod(1), 0.0) * space.out.item_bytes
             forward, between = forward + 3 * partial, between + 2 * partial
@@ -83,7 +113,7 @@ def remembered(layer: Layer, place: Place) -> list[tuple[str, Floats]]:
 
 
 def _copies(layer: Layer, stage: Stage, place: Place, slots: Sequence[int]) -> tuple[dict[int, Floats], Floats]:
-    """Autocast's casts for a stage to the type of its result: bytes by slot, and of weights.
+    """The copies that autocast casts to the type of a stage's result: bytes by slot, and bytes of weights.
 
     Matrix products cast everything that they read; so do operators that autocast runs in float32.
     """
@@ -117,10 +147,10 @@ Drop = Callable[[Sequence[T]], None]
 def differentiated(
     new: New[T], drop: Drop[T], model: CostModel, sink: Layer, sizes: Sequence[Floats], received: Sequence[T]
 ) -> list[T]:
-    """The gradients of outputs, which leave as copies of what is received.
+    """Returns the gradients of outputs, which are returned as copies of what is received.
 
-    Outputs that are not losses get a cross entropy, as in `layerwise run`. It has targets and saves logarithms, whose
-    gradient comes before that of the output.
+    An output that is not a loss gets a cross entropy, as in `layerwise run`. It has targets, and saves logarithms,
+    whose gradient is computed before that of the output.
     """
     free, batch = model.options.io == "free", model.graph.batch
     uneven = not free and bool(batch % min(model.devices.count, batch))
@@ -133,7 +163,7 @@ def differentiated(
         if not ends:
             elements = np.full_like(size, spec.volume) if free else size / spec.item_bytes
             new(slot, elements / spec.shape[1] * TARGET_BYTES)
-    # With 16 bits it is computed in float32.
+    # The cross entropy of outputs of 16 bits is computed in float32.
     wide = [spec.item_bytes == 2 for spec in sink.specs]
     scored = [score * (1 + twice) for score, twice in zip(scored, wide, strict=True)]
     widened = [new(slot, score * twice) for slot, (score, twice) in enumerate(zip(scored, wide, strict=True))]
@@ -144,7 +174,7 @@ def differentiated(
         flows = model.has_gradient[sink.inputs[slot]]
         first, gradient = new(slot, score), new(slot, np.where(twice, score, size) * flows)
         drop([first, log])
-        for copied in (twice, uneven):  # to 16 bits; scaled to the mean over all samples
+        for copied in (twice, uneven):  # cast to 16 bits; scaled to the mean over all samples
             if copied:
                 made = new(slot, size * flows)
                 drop([gradient])
@@ -154,7 +184,7 @@ def differentiated(
 
 
 def place_of(model: CostModel, layer: Layer, config: Config) -> Place:
-    """A layer's boxes."""
+    """A layer's boxes under a configuration."""
 
     def made() -> Place:
         unfed = layer.name in model.graph.unfed
@@ -164,7 +194,7 @@ def place_of(model: CostModel, layer: Layer, config: Config) -> Place:
 
 
 def moved_between(model: CostModel, layer: Layer, slot: int, owner: Place, target: Place) -> Moved:
-    """The transfer to one of a layer's inputs, by the place of the layer that makes it and its own."""
+    """The transfer to one of a layer's inputs. owner, target: the places of its producer and of the layer."""
     io, graph = model.options.io, model.graph
     if layer.role is Role.SINK and io != "sample":
         loss = layer.inputs[slot] in graph.losses
@@ -181,8 +211,8 @@ class TensorSizes:
     strategy: Strategy
     places: dict[str, Place] = field(init=False)  # its boxes
     stages: dict[str, list[StageMemory]] = field(init=False)
-    _read: dict[str, Place] = field(default_factory=dict)  # of inputs of which devices read boxes
-    _edges: dict[EdgeEnd, Moved] = field(default_factory=dict)  # what travels
+    _read: dict[str, Place] = field(default_factory=dict)  # places of inputs whose boxes devices read
+    _edges: dict[EdgeEnd, EdgeMemory] = field(default_factory=dict)  # by reader
 
     def __post_init__(self) -> None:
         graph = self.model.graph
@@ -206,44 +236,42 @@ class TensorSizes:
 
     def parameters(self, layer: Layer) -> list[ParameterMemory]:
         """The memory of a layer's parameters."""
-        # What is sharded has its place in buckets, and so is each layer's own.
+        # A sharded parameter has a place in a bucket, so layers cannot share it.
         model, config = self.model, self.strategy[layer.name]
         key = "parameters", model.kind(layer) if config.states == "replicated" else layer.name, config
         return model.once(key, lambda: parameters_of(model, layer, config, place_of(model, layer, config)))
 
-    def edge(self, layer: Layer, slot: int) -> Moved:
+    def edge(self, layer: Layer, slot: int) -> EdgeMemory:
         """The transfer to one of a layer's inputs."""
         end = layer.name, slot
         if end not in self._edges:
             model, name, target = self.model, layer.inputs[slot], self.strategy[layer.name]
             producer, source = model.graph[name], self.strategy[name]
 
-            def made() -> Moved:
-                return moved_between(model, layer, slot, self.places[name], self.places[layer.name])
+            def made() -> EdgeMemory:
+                edge = moved_between(model, layer, slot, self.places[name], self.places[layer.name])
+                return EdgeMemory.of(edge, self.places[name].owned, producer.out.item_bytes)
 
             key = "moved", model.kind(producer), model.kind(layer), slot, source.cells, target.cells
             self._edges[end] = made() if name in self._read else model.once(key, made)
         return self._edges[end]
 
     def received(self, layer: Layer, slot: int) -> Floats:
-        """(N,) bytes that a layer receives of an input where it travels, and of its gradient."""
+        """(N,) bytes that a layer receives of an input that is transferred; its gradient has as many."""
         edge = self.edge(layer, slot)
-        needed = edge.need * self.model.graph[layer.inputs[slot]].out.item_bytes
         if slot or layer.role is Role.SINK or edge.local:
-            return needed
-        return np.maximum(needed, self.stages[layer.name][0].padded)
+            return edge.need
+        return np.maximum(edge.need, self.stages[layer.name][0].padded)
 
     def own(self, name: str) -> Floats:
         """(N,) bytes of a device's box of a layer's output."""
         return self.places[name].owned.volume * self.model.graph[name].out.item_bytes
 
     def within(self, layer: Layer) -> Mask | None:
-        """(N,) where a layer saves its first input as received, also for the layer that computed it; None: nowhere."""
+        """(N,) True where a layer saves its first input as received, with the producer's box in it; None: nowhere."""
         source = layer.inputs[0] if layer.inputs else ""
         if self._within.get(source) != (layer.name, 0) or self.edge(layer, 0).local:
             return None
         if self.strategy[source].alters_saved or self.strategy[layer.name].alters_saved:
             return None
-        own = self.places[source].owned
-        inside: Mask = own.active & (self.edge(layer, 0).owned == own.volume) & (own.volume > 0)
-        return inside
+        return self.edge(layer, 0).inside

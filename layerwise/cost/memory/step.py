@@ -17,19 +17,19 @@ from layerwise.cost.memory.allocations import (
     AllocationTracker,
     Devices,
     Ref,
+    SizeTable,
     TransferStorage,
     devices_of,
     part,
 )
 from layerwise.cost.memory.parameters import ParameterStorages
-from layerwise.cost.memory.sizes import BEFORE, TensorSizes, differentiated, remembered
+from layerwise.cost.memory.sizes import BEFORE, EdgeMemory, TensorSizes, differentiated, remembered
 from layerwise.cost.model import CostModel, Strategy
 from layerwise.cost.step_facts import step_facts
 from layerwise.geometry.arrays import Floats
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import Role
 from layerwise.partition.ahead import EdgeEnd
-from layerwise.partition.moved import Moved
 from layerwise.program import Effects, Program, fold, program
 from layerwise.program.instructions import Begin, Compute, End, Forget, Free, Keep, Move, Output
 
@@ -38,8 +38,13 @@ Tracker = TypeVar("Tracker", bound=AllocationTracker)
 
 def peak_bytes(model: CostModel, strategy: Strategy) -> Floats:
     """(N,) each device's peak in a step. strategy: includes the configurations of inputs and sink."""
-    tracker = AllocationTracker(model.devices.count)
-    return model.once(("peak", *strategy.items()), lambda: tracked(model, strategy, tracker).peak)
+    count = model.devices.count
+
+    def simulated() -> Floats:
+        sizes = model.once("sizes of storages", lambda: SizeTable(count))
+        return tracked(model, strategy, AllocationTracker(count, sizes)).peak
+
+    return model.once(("peak", *strategy.items()), simulated)
 
 
 def fullest_bytes(model: CostModel, strategy: Strategy) -> float:
@@ -76,13 +81,13 @@ class _Storages:
         for layer in model.graph.layers:
             parameters.add(layer, self.sizes.parameters(layer))
         self.flows, self.places, self.stages = model.has_gradient, self.sizes.places, self.sizes.stages
-        self.values: dict[str, Ref] = {}  # its output, until its last reader
-        self.received: dict[str, dict[int, Ref]] = {}  # its inputs, by slot
-        self.inward: dict[str, list[Ref]] = {}  # their gradients
-        self.saved: dict[str, list[Ref]] = {}  # for each stage, what its backward pass reads
-        self.gradients: dict[str, Ref] = {}  # of its output, as far as it is added up
+        self.values: dict[str, Ref] = {}  # outputs, until their last reader
+        self.received: dict[str, dict[int, Ref]] = {}  # inputs, by slot
+        self.inward: dict[str, list[Ref]] = {}  # gradients of inputs
+        self.saved: dict[str, list[Ref]] = {}  # by stage, what the backward pass reads
+        self.gradients: dict[str, Ref] = {}  # gradients of outputs, as far as they are added up
         self.in_flight: dict[EdgeEnd, TransferStorage] = {}
-        self.sources: dict[str, dict[str, Ref]] = {}  # by block, what it is recomputed from
+        self.sources: dict[str, dict[str, Ref]] = {}  # by block and layer, what the block is recomputed from
         self.fed = set[int]()  # ids of the storages of inputs and constants
         self.returned = frozenset(() if self.training else model.graph.layers[-1].inputs)
         self.does: Effects = {
@@ -93,42 +98,42 @@ class _Storages:
     # ---- transfers ----
 
     def begin(self, instruction: Begin) -> None:
-        """Allocates what arrives; a copy that is sent stays until the end."""
+        """Allocates what is received, and the copy that is sent, which lives until the transfer ends."""
         layer, slot, tracker = self.model.graph[instruction.layer], instruction.slot, self.tracker
-        edge, item_bytes = self._edge(layer, slot)
+        edge = self.sizes.edge(layer, slot)
         if instruction.way == "forward":
-            arrived = tracker.new(edge.received * item_bytes, "gathered")
-            flight = TransferStorage(arrived, tracker.new(edge.forth * item_bytes, "workspace"))
+            arrived = tracker.new(edge.received, "gathered")
+            flight = TransferStorage(arrived, tracker.new(edge.forth, "workspace"))
         else:
-            arrived = tracker.new(edge.sent * item_bytes, "gradients")  # what it sent forward
-            copies, gradient = tracker.new(edge.back * item_bytes, "workspace"), self.inward[layer.name][slot]
+            arrived = tracker.new(edge.sent, "gradients")  # what it sent forward
+            copies, gradient = tracker.new(edge.back, "workspace"), self.inward[layer.name][slot]
             flight = TransferStorage(arrived, copies, gradient)
         self.in_flight[layer.name, slot] = flight
 
     def end(self, instruction: End) -> None:
-        """Frees what was sent."""
+        """Frees the copies that were sent."""
         layer, slot = self.model.graph[instruction.layer], instruction.slot
         flight = self.in_flight.pop((layer.name, slot))
         self.tracker.drop(flight.copies)
         if instruction.way == "forward":
             self._receive(layer, slot, flight.arrived)
         else:
-            self._add(layer.inputs[slot], self._edge(layer, slot)[0], flight.gradient, flight.arrived)
+            self._add(layer.inputs[slot], self.sizes.edge(layer, slot), flight.gradient, flight.arrived)
 
     def move(self, instruction: Move) -> None:
         """Passes a tensor on: if nothing is sent, the layer reads its source's own storage."""
         layer, slot, tracker = self.model.graph[instruction.layer], instruction.slot, self.tracker
-        edge, item_bytes = self._edge(layer, slot)
+        edge = self.sizes.edge(layer, slot)
         if instruction.way == "backward":
-            arrived = tracker.new(edge.sent * item_bytes, "gradients")  # what it sent forward
-            tracker.spike(edge.back * item_bytes)
+            arrived = tracker.new(edge.sent, "gradients")  # what it sent forward
+            tracker.spike(edge.back)
             self._add(layer.inputs[slot], edge, self.inward[layer.name][slot], arrived)
         elif edge.local:
-            here = tracker.hold(self._value(layer, slot), devices_of(edge.need > 0))
+            here = tracker.hold(self._value(layer, slot), edge.here)
             self.received.setdefault(layer.name, {})[slot] = here
         else:
-            arrived = tracker.new(edge.received * item_bytes, "gathered")
-            tracker.spike(edge.forth * item_bytes)
+            arrived = tracker.new(edge.received, "gathered")
+            tracker.spike(edge.forth)
             self._receive(layer, slot, arrived)
 
     def _receive(self, layer: Layer, slot: int, arrived: Ref) -> None:
@@ -138,9 +143,6 @@ class _Storages:
     def _inputs(self, layer: Layer) -> list[Ref]:
         received = self.received.pop(layer.name, {})
         return [received[slot] for slot in range(len(received))]
-
-    def _edge(self, layer: Layer, slot: int) -> tuple[Moved, int]:
-        return self.sizes.edge(layer, slot), self.model.graph[layer.inputs[slot]].out.item_bytes
 
     def _value(self, layer: Layer, slot: int) -> Ref:
         source = layer.inputs[slot]
@@ -171,7 +173,7 @@ class _Storages:
         In inference they are what is received, but for what is fed, which is copied.
         """
         sink = self.model.graph[instruction.layer]
-        sizes = [self.sizes.edge(sink, slot).need * spec.item_bytes for slot, spec in enumerate(sink.specs)]
+        sizes = [self.sizes.edge(sink, slot).need for slot in range(len(sink.specs))]
 
         def new(_: int, size: Floats) -> Ref:
             return self.tracker.new(size)
@@ -184,11 +186,11 @@ class _Storages:
                 self._copied(received, size, fed)
 
     def free(self, instruction: Free) -> None:
-        """From now on only what saved the layer's output holds it."""
+        """Drops the layer's output, which lives on only if it was saved."""
         self.tracker.drop(self.values.pop(instruction.value))
 
     def keep(self, instruction: Keep) -> None:
-        """Holds a block's inputs, unless they are recomputed too, and the former running statistics."""
+        """Holds a block's inputs, except those that it recomputes, and copies of running statistics."""
         layer, block = self.model.graph[instruction.layer], instruction.block
         sources = self.sources.setdefault(block, {})
         for source in layer.inputs:
@@ -197,7 +199,7 @@ class _Storages:
         sources |= {name: self.tracker.new(size) for name, size in remembered(layer, self.places[layer.name])}
 
     def forget(self, instruction: Forget) -> None:
-        """Frees what was saved for the block, which has been recomputed."""
+        """Frees what was held to recompute a block."""
         self._drop(list(self.sources.pop(instruction.block).values()))
 
     def _compute(self, layer: Layer, given: list[Ref], *, saves: bool = True) -> None:
@@ -247,7 +249,7 @@ class _Storages:
         return part(ref, ~where) + copy
 
     def _keep_within(self, layer: Layer, given: Ref, where: Devices) -> None:
-        """Saves an input, which its maker has saved, within what this layer has received, on the devices `where`."""
+        """On the devices `where`, saves what this layer received in place of the maker's box, which is a part of it."""
         source = layer.inputs[0]
         out, rest = self.values[source], self.saved[source]
         made = {id(storage) for storage, _ in out}
@@ -274,10 +276,10 @@ class _Storages:
             stage, before, weights = stages[number], NOBODY, NOBODY
             parameters = list[Ref]()
             if number == tracked[0]:
-                weights = tracker.new(stage.weights)  # the gradients of copies come first
+                weights = tracker.new(stage.weights)  # gradients of the copies of weights come before those of weights
                 parameters = [] if weights else self.parameters.gradients(layer)
             cast = [size for slot, size in stage.copies.items() if slot == BEFORE or self.flows[layer.inputs[slot]]]
-            between = tracker.new(sum(cast, stage.between), "workspace")  # what it was made of is gone when it is used
+            between = tracker.new(sum(cast, stage.between), "workspace")  # its sources are freed before it is read
             read, two = running + saved[number], devices_of(stage.between > 0)
             tracker.drop(part(read, two))
             for slot in stage.slots:
@@ -299,10 +301,11 @@ class _Storages:
         self.parameters.hand_out(layer)
         return inward
 
-    def _add(self, source: str, edge: Moved, gradient: Ref, arrived: Ref) -> None:
+    def _add(self, source: str, edge: EdgeMemory, gradient: Ref, arrived: Ref) -> None:
         """Adds a gradient to the earlier ones."""
         tracker = self.tracker
-        back = self._adjoint(edge, source, gradient)
+        # The gradient of the source's own box is a view of `gradient` if nothing else contributes, else a new tensor.
+        back = tracker.hold(gradient, edge.viewed) + tracker.new(edge.rest, "gradients")
         self._drop([arrived, gradient])
         before = self.gradients.get(source)
         if before is not None:  # autograd adds in place if nobody else holds the sum
@@ -312,12 +315,6 @@ class _Storages:
             self._drop([part(before, ~mine), part(back, ~other)])
             back = part(before, mine) + part(back, other) + total
         self.gradients[source] = back
-
-    def _adjoint(self, edge: Moved, source: str, gradient: Ref) -> Ref:
-        """A view of the gradient if nothing else contributes, else a new tensor."""
-        item_bytes, own = self.model.graph[source].out.item_bytes, self.sizes.own(source)
-        alike = (edge.owned * item_bytes == own) & (edge.local | (edge.sent == 0))
-        return self.tracker.hold(gradient, devices_of(alike)) + self.tracker.new(np.where(alike, 0.0, own), "gradients")
 
     def _drop(self, refs: Sequence[Ref]) -> None:
         for ref in refs:

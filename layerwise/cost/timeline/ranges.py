@@ -73,7 +73,8 @@ def _compute_error(model: CostModel, name: str, strategy: Strategy) -> float:
     time = model.node_cost(model.graph[name], (strategy[name],)).compute
     total = float(time.total[0])
     measured, fitted = (float(part[0]) / total if total else 0.0 for part in (time.measured, time.fitted))
-    fit = max(MEASURED, HELD_OUT * (model.measurements.times.held_out_error or 0.0))
+    held_out = model.measurements.times.held_out_error  # None: too few cells to say how well they fit
+    fit = STATED if held_out is None else max(MEASURED, HELD_OUT * held_out)
     return measured * MEASURED + fitted * fit + (1 - measured - fitted) * STATED
 
 

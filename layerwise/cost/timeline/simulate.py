@@ -305,10 +305,10 @@ class _Clocks:
         """Seconds of a part of a layer's work, and of the collectives inside it by category."""
         model, configs = self.model, (self.strategy[layer.name],)
         if part == "recompute":
-            recomputed = {name: float(one[0]) for name, one in model.recomputation(layer, configs).items()}
-            return recomputed[COMPUTE.name], [
-                (t.span, recomputed[t.name]) for t in LAYER_TERMS if t.span and recomputed.get(t.name)
-            ]
+            key = "recomputation", model.kind(layer), configs
+            recomputed = model.once(key, lambda: model.recomputation(layer, configs))
+            spans = [(t.span, float(recomputed[t.name][0])) for t in LAYER_TERMS if t.span and t.name in recomputed]
+            return float(recomputed[COMPUTE.name][0]), [one for one in spans if one[1]]
         cost = model.node_cost(layer, configs)
         # Each direction has half of what the layer's cells send each other.
         both = [(term.span, float(cost.seconds[term.name][0])) for term in LAYER_TERMS if term.span]

@@ -23,6 +23,7 @@ class Flow:
     own: float  # fraction of its own speed
     ready: Floats = field(init=False)  # from when on it may run
     left: Floats = field(init=False)  # seconds that it still needs, alone
+    number: int = field(init=False)  # in the order in which flows begin
     started: Floats = field(init=False)
     ended: Floats = field(init=False)
     _over: bool = field(init=False, default=False)
@@ -49,28 +50,33 @@ class Stream:
 
     def __init__(self, devices: int) -> None:
         self.devices = devices
-        self.transfers: list[Flow] = []  # which run ahead
         self.sums: list[Flow] = []
+        self._flows = 0  # how many were added
+        self._transfers: list[Flow] = []  # those that may be going; they run before sums
+        self._sums: list[Flow] = []  # likewise
 
     def add(self, one: Flow, clock: Floats, *, is_sum: bool = False) -> None:
         """Adds a sum or transfer at the devices' times (N,). Sums on the wire wait for transfers."""
         one.begin(clock)
-        (self.sums if is_sum else self.transfers).append(one)
+        one.number = self._flows = self._flows + 1
+        (self._sums if is_sum else self._transfers).append(one)
+        if is_sum:
+            self.sums.append(one)
 
     def through(self, clock: Floats, devices: Mask, last: Flow | None = None, *, sums: bool = False) -> Floats:
         """When these devices have finished all transfers up to the last, if they do nothing else meanwhile.
 
         sums: and then the sums, up to the last.
         """
-        clock = clock.copy()
-        for t in (*self.transfers, *self.sums) if sums else self.transfers:
-            if t.going:
-                here = devices & (t.left > 0)
-                clock = np.where(here, np.maximum(clock, t.ready) + t.left, clock)
-                t.ended = np.where(here, clock, t.ended)
-                t.left = np.where(here, 0.0, t.left)
-            if t is last:
-                break
+        self._under_way()
+        clock, end = clock.copy(), self._flows if last is None else last.number
+        first = self._transfers if sums else []  # all transfers run before a sum
+        upto = self._sums if sums else self._transfers
+        for t in [*first, *(one for one in upto if one.number <= end)]:
+            here = devices & (t.left > 0)
+            clock = np.where(here, np.maximum(clock, t.ready) + t.left, clock)
+            t.ended = np.where(here, clock, t.ended)
+            t.left = np.where(here, 0.0, t.left)
         return clock
 
     def awaited(self, one: Flow, clock: Floats, *, is_sum: bool = False) -> Floats:
@@ -125,4 +131,6 @@ class Stream:
         return clock
 
     def _under_way(self) -> list[Flow]:
-        return [s for s in (*self.transfers, *self.sums) if s.going]
+        """All traffic that is going, in the order in which it runs."""
+        self._transfers, self._sums = ([one for one in flows if one.going] for flows in (self._transfers, self._sums))
+        return [*self._transfers, *self._sums]

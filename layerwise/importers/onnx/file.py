@@ -5,7 +5,7 @@ https://onnx.ai/onnx/repo-docs/IR.html, https://onnx.ai/onnx/repo-docs/ExternalD
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
@@ -218,7 +218,7 @@ SMALL = 4096  # elements; shapes are computed from far fewer
 NEWEST_IR_WITHOUT_INPUTS = 4  # since then, initializers need not be listed as inputs
 
 
-def inferred(model: ModelProto, folder: Path, sizes: Mapping[str, int]) -> dict[str, ValueInfoProto]:
+def inferred(model: ModelProto, folder: Path) -> dict[str, ValueInfoProto]:
     """Types and shapes of all tensors, at the model's own batch. Weights are neither copied nor read."""
     graph = model.graph
     bare = ModelProto(ir_version=max(model.ir_version, NEWEST_IR_WITHOUT_INPUTS), opset_import=model.opset_import)
@@ -233,9 +233,7 @@ def inferred(model: ModelProto, folder: Path, sizes: Mapping[str, int]) -> dict[
     bare.graph.input.extend(info for info in graph.input if info.name not in stored)
     for info in bare.graph.input:
         for dim in info.type.tensor_type.shape.dim:
-            if dim.dim_param in sizes:
-                dim.dim_value = sizes[dim.dim_param]
-            elif dim.dim_value < 0:
+            if dim.dim_value < 0:
                 dim.Clear()
     for tensor in graph.initializer:
         if prod(tensor.dims) > SMALL:

@@ -22,8 +22,6 @@ from layerwise.importers.onnx.inputs import model_inputs
 from layerwise.importers.onnx.ops.table import row
 from layerwise.importers.onnx.sharing import PlacedValue
 
-Dims = Sequence[Sequence[str | None]]
-
 
 @checked
 def from_onnx(
@@ -31,8 +29,6 @@ def from_onnx(
     *,
     batch: Count | None = None,
     name: str | None = None,
-    dims: Dims | None = None,
-    sizes: Mapping[str, Count] | None = None,
 ) -> LayerGraph:
     """Returns the layers of an .onnx file at `batch` samples, unfused.
 
@@ -45,8 +41,6 @@ def from_onnx(
         path: Path of the file.
         batch: The global batch size. None: the file's own, or 1.
         name: Name of the graph.
-        dims: Labels of every input's dimensions, as in `from_torch`.
-        sizes: Sizes of named dimensions, other than the batch, that the model leaves open.
 
     Returns:
         The layers.
@@ -64,9 +58,7 @@ def from_onnx(
         ...     from_onnx(file.name, batch=8).batch
         8
     """
-    if batch is not None and (isinstance(batch, bool) or not isinstance(batch, int) or batch < 1):
-        raise LayerwiseError(f"the global batch must be at least 1, not {batch}")
-    imported = _imported(path, batch, name, dims, sizes)
+    imported = _imported(path, batch, name)
     graph = imported.graph
     if imported.unsampled and batch not in (None, graph.batch):
         raise LayerwiseError(
@@ -79,12 +71,12 @@ def from_onnx(
     return made
 
 
-def load_onnx_weights(path: str | Path, *, sizes: Mapping[str, int] | None = None) -> Mapping[str, NDArray[np.generic]]:
+def load_onnx_weights(path: str | Path) -> Mapping[str, NDArray[np.generic]]:
     """Returns the values of all parameters and constants of `from_onnx(path)`, by their names in the graph.
 
     Each is read when it is accessed, external data from a memory map: copy it before you write to it.
     """
-    return _Weights(_imported(path, None, None, None, sizes).values)
+    return _Weights(_imported(path, None, None).values)
 
 
 class _Weights(Mapping[str, NDArray[np.generic]]):
@@ -101,19 +93,13 @@ class _Weights(Mapping[str, NDArray[np.generic]]):
         return len(self._values)
 
 
-def _imported(
-    path: str | Path, batch: int | None, name: str | None, dims: Dims | None, sizes: Mapping[str, int] | None
-) -> OnnxNetwork:
-    file, given = Path(path), dict(sizes or {})
-    wrong = {k: v for k, v in given.items() if isinstance(v, bool) or not isinstance(v, int) or v < 1}
-    if wrong:
-        raise LayerwiseError(f"sizes must be at least 1, not {wrong}")
-    model = _composites_inlined(read_onnx(file), file.parent, given)
-    inputs = model_inputs(model.graph, batch, dims, given)
-    return build_graph(model, file.parent, name or file.stem, inputs, given)
+def _imported(path: str | Path, batch: int | None, name: str | None) -> OnnxNetwork:
+    file = Path(path)
+    model = _composites_inlined(read_onnx(file), file.parent)
+    return build_graph(model, file.parent, name or file.stem, model_inputs(model.graph, batch))
 
 
-def _composites_inlined(model: ModelProto, folder: Path, sizes: Mapping[str, int]) -> ModelProto:
+def _composites_inlined(model: ModelProto, folder: Path) -> ModelProto:
     """The model with composite operators (MeanVarianceNormalization) that layerwise lacks replaced by their ONNX
     definition.
     """
@@ -136,7 +122,7 @@ def _composites_inlined(model: ModelProto, folder: Path, sizes: Mapping[str, int
     stored = {tensor.name for tensor in model.graph.initializer} - {info.name for info in model.graph.input}
     typed = [onnx.helper.make_tensor_value_info(t.name, t.data_type, t.dims) for t in model.graph.initializer]
     model.graph.input.extend(info for info in typed if info.name in stored)  # the inliner needs types
-    model.graph.value_info.extend(inferred(model, folder, sizes).values())
+    model.graph.value_info.extend(inferred(model, folder).values())
     for op_type in sorted(unknown):
         try:
             model = onnx.inliner.inline_selected_functions(model, [("", op_type)], inline_schema_functions=True)

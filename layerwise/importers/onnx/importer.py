@@ -16,7 +16,6 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 from layerwise.errors import LayerwiseError
 from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.layer_graph import LayerGraph
-from layerwise.importers.onnx.by_row import merged_rows, split_again, takes_rows
 from layerwise.importers.onnx.call import bind, element_type, schema_of
 from layerwise.importers.onnx.constants import FoldedConstant, FoldingBudget, constant, fold_constants, learned, thin
 from layerwise.importers.onnx.control import CONTROL, needed_by, taken_branch
@@ -25,9 +24,7 @@ from layerwise.importers.onnx.inputs import OnnxInputs
 from layerwise.importers.onnx.ops.table import row
 from layerwise.importers.onnx.sharing import OnnxPlacer, PlacedValue, Sharing, sharing_of
 from layerwise.importers.registry import Argument, Built, Call, Operand, Result
-from layerwise.importers.rows import Rows
 from layerwise.ops.nn.loss import Loss, LossSum
-from layerwise.ops.tensor.view import Reshape
 from layerwise.tensor import TensorSpec
 
 LONGEST_NAME = 200
@@ -44,11 +41,9 @@ class OnnxNetwork:
     unsampled: str  # the first layer that drops the sample dimension, which only a batch of 1 allows
 
 
-def build_graph(
-    model: ModelProto, folder: Path, title: str, inputs: OnnxInputs, sizes: Mapping[str, int]
-) -> OnnxNetwork:
+def build_graph(model: ModelProto, folder: Path, title: str, inputs: OnnxInputs) -> OnnxNetwork:
     """The layers of a checked model, unfused, at the batch of `inputs`."""
-    known = inferred(model, folder, sizes)
+    known = inferred(model, folder)
     importer = OnnxImporter(model, folder, title, inputs, known, {})
     graph = importer.graph()
     # Which parameters are shared is known only after a first pass over all layers.
@@ -75,8 +70,7 @@ class OnnxImporter:
         self.model, self.folder, self.title, self.inputs, self.known = model, folder, title, inputs, known
         self.opset = opset_of(model, title)
         self.placer = OnnxPlacer(GraphBuilder(title), sharing)
-        self.values: dict[str, FoldedConstant | Operand | Rows] = {}  # by tensor name
-        self.merged: dict[str, Operand] = {}  # rows that had to be merged after all
+        self.values: dict[str, FoldedConstant | Operand] = {}  # by tensor name
         self.losses: set[str] = set()  # ours returns a number a sample, ONNX's their mean
         self.kinds: Counter[str] = Counter()
         self.needed = needed_by(model.graph)
@@ -89,8 +83,8 @@ class OnnxImporter:
         for name, spec in self.inputs.specs.items():
             self.values[name] = placer.activation(placer.builder.input(name, spec))
         self.visit(graph.node)
-        outputs = [self.flat(info.name) for info in graph.output]
-        computed = dict.fromkeys(o.name for o in outputs if isinstance(o, Operand))
+        outputs = [self.values[info.name] for info in graph.output]
+        computed = dict.fromkeys(placer.source(o) for o in outputs if isinstance(o, Operand))
         if not computed:
             raise LayerwiseError(f"model {self.title!r}: no output depends on an input")
         if computed.keys() <= self.inputs.specs.keys():
@@ -141,7 +135,7 @@ class OnnxImporter:
         tensor = next((a.t for a in node.attribute if a.name == "value"), None)
         if node.op_type in ("Shape", "Size"):
             results = (self.shape_of(node),)
-        elif any(isinstance(value, (Operand, Rows)) for value in given):
+        elif any(isinstance(value, Operand) for value in given):
             return False
         elif node.op_type == "Constant" and tensor is not None:
             results = (self.stored(node.output[0], tensor),)
@@ -179,18 +173,17 @@ class OnnxImporter:
                 f"layer {name!r}: operator {node.op_type} (domain {domain}, opset {self.opset}) is not supported: "
                 f"register it with layerwise.register_op('{domain}::{node.op_type}', ...)"
             )
-        by_row = domain == "ai.onnx" and takes_rows(node, [self.values[name] if name else None for name in node.input])
         try:
-            arguments = bind(node, schema, lambda name: self.argument(name, by_row=by_row))
+            arguments = bind(node, schema, self.argument)
             if node.op_type == "Reshape" and domain == "ai.onnx":
                 self.unbake(arguments, self.values[node.input[1]])
             call = Call(f"{domain}::{node.op_type}", name, arguments, self.outputs(node), self.batch_in(node))
             result = build(call)
         except LayerwiseError as error:
             raise LayerwiseError(f"layer {name!r} ({node.op_type}): {error}") from None
-        self.take(node, name, result if isinstance(result, tuple) else (result,), by_row)
+        self.take(node, name, result if isinstance(result, tuple) else (result,))
 
-    def take(self, node: NodeProto, name: str, results: tuple[Result, ...], by_row: bool) -> None:
+    def take(self, node: NodeProto, name: str, results: tuple[Result, ...]) -> None:
         """Adds the layers that compute the node's outputs."""
         for i, output in enumerate(node.output):
             if output not in self.needed:
@@ -203,7 +196,7 @@ class OnnxImporter:
                 raise LayerwiseError(
                     f"layer {name!r}: output {i} of {node.op_type} is used, but layerwise does not support it"
                 )
-            self.values[output] = value = self.placed(node, name, result, by_row)
+            self.values[output] = value = self.placer.place(result, name)
             loss = isinstance(result, Built) and result.op.kind in (Loss.kind, LossSum.kind)
             if loss or self.losses.intersection(node.input):
                 self.losses.add(output)
@@ -214,40 +207,13 @@ class OnnxImporter:
                 if isinstance(x, Operand) and "n" in x.spec.dims:
                     self.placer.unsampled = self.placer.unsampled or name
 
-    def placed(self, node: NodeProto, name: str, result: Result, by_row: bool) -> Operand | Rows:
-        """One output of a node."""
-        if by_row:
-            whole = self.placer.place(result, name)
-            return Rows(whole, (prod(whole.shape[:-1]), whole.shape[-1]))
-        source = self.values.get(node.input[0]) if node.input else None
-        merged = self.merged.get(node.input[0]) if isinstance(source, Rows) else None
-        if isinstance(source, Rows) and (shape := split_again(result, source, merged)):
-            whole = source.whole
-            return whole if shape == whole.shape else self.placer.place(Built(Reshape(shape), (whole,)), name)
-        reshapes = node.op_type in ("Reshape", "Flatten")  # a squeeze is what it says
-        if reshapes and isinstance(result, Built) and (kept := merged_rows(result)):
-            (x,) = result.inputs
-            whole = self.placer.place(x if kept == x.shape else Built(Reshape(kept), (x,)), name)  # type: ignore[union-attr]
-            return Rows(whole, (prod(kept[:-1]), kept[-1]))
-        return self.placer.place(result, name)
-
-    def flat(self, name: str) -> FoldedConstant | Operand:
-        """A tensor as the model sees it: with rows merged."""
-        value = self.values[name]
-        if not isinstance(value, Rows):
-            return value
-        if name not in self.merged:
-            whole = value.whole
-            self.merged[name] = self.placer.place(Built(Reshape(value.shape), (whole,)), f"{whole.name}.rows")
-        return self.merged[name]
-
     def batch_in(self, node: NodeProto) -> int:
         """The number that stands for the batch in a shape; 0 if the file leaves the batch open."""
         shape = self.values[node.input[1]] if node.op_type in ("Expand", "Tile") else None
         open_batch = isinstance(shape, FoldedConstant) and shape.literal and not self.inputs.fixed
         return 0 if open_batch else self.inputs.batch
 
-    def unbake(self, arguments: dict[str, Argument], shape: FoldedConstant | Operand | Rows) -> None:
+    def unbake(self, arguments: dict[str, Argument], shape: FoldedConstant | Operand) -> None:
         """Opens the batch in a stored shape that was exported for a batch of 1, for example one with a leading 1."""
         x, batch = arguments["data"], self.inputs.batch
         if (
@@ -263,12 +229,9 @@ class OnnxImporter:
         if (-1 in target and target[0] == 1) or (min(target) > 0 and prod(target) * batch == x.spec.volume):
             arguments["shape"] = (batch * target[0], *target[1:])
 
-    def argument(self, name: str, *, by_row: bool) -> Argument:
-        """A tensor as the table's rows see it; () if it is empty. by_row: rows as they were before merging."""
-        merged = self.values[name]
-        if by_row and isinstance(merged, Rows):
-            return merged.whole
-        value = self.flat(name)
+    def argument(self, name: str) -> Argument:
+        """A tensor as the table's rows see it; () if it is empty."""
+        value = self.values[name]
         if isinstance(value, Operand):
             return value
         return self.operand(value) if prod(value.shape) else ()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from onnx import GraphProto, NodeProto, ValueInfoProto
 
 from layerwise.errors import LayerwiseError
-from layerwise.importers.labels import Labels, asked_labels, usual_labels
+from layerwise.importers.labels import usual_labels
 from layerwise.importers.onnx.call import element_type
 from layerwise.tensor import TensorSpec
 
@@ -28,21 +28,14 @@ class OnnxInputs:
     fixed: bool
 
 
-def model_inputs(
-    graph: GraphProto, batch: int | None, dims: Sequence[Labels] | None, sizes: Mapping[str, int]
-) -> OnnxInputs:
+def model_inputs(graph: GraphProto, batch: int | None) -> OnnxInputs:
     """Shapes and labels of what the model is fed, at `batch` samples where the model leaves that open."""
     stored = {tensor.name for tensor in graph.initializer}
     infos = [info for info in graph.input if info.name not in stored]
     if not infos:
         raise LayerwiseError("the model has no inputs: there is nothing to split")
-    if dims is not None and len(dims) != len(infos):
-        raise LayerwiseError(f"the model has {len(infos)} tensor inputs, but dims has labels for {len(dims)}")
-    shapes = {info.name: _extents(info, sizes) for info in infos}
-    labels = {
-        info.name: _labels(graph, info, len(shapes[info.name]), None if dims is None else dims[i])
-        for i, info in enumerate(infos)
-    }
+    shapes = {info.name: _extents(info) for info in infos}
+    labels = {info.name: _labels(graph, info, len(shapes[info.name])) for info in infos}
     sampled = {name: shapes[name][labels[name].index("n")] for name in shapes if "n" in labels[name]}
     first = next(iter(sampled.values()), None)
     fixed = isinstance(first, int)
@@ -59,7 +52,7 @@ def model_inputs(
     return OnnxInputs(specs, own, fixed)
 
 
-def _extents(info: ValueInfoProto, sizes: Mapping[str, int]) -> tuple[Extent, ...]:
+def _extents(info: ValueInfoProto) -> tuple[Extent, ...]:
     kind = info.type.WhichOneof("value")
     if kind != "tensor_type":
         raise LayerwiseError(f"input {info.name!r} is no tensor ({kind or 'no type'}); layerwise takes tensors only")
@@ -68,20 +61,19 @@ def _extents(info: ValueInfoProto, sizes: Mapping[str, int]) -> tuple[Extent, ..
     extents: list[Extent] = []
     for dim in info.type.tensor_type.shape.dim:
         if dim.dim_param:
-            extents.append(sizes.get(dim.dim_param, dim.dim_param))
+            extents.append(dim.dim_param)
         else:
             extents.append(dim.dim_value if dim.dim_value > 0 else None)
     return tuple(extents)
 
 
-def _spec(info: ValueInfoProto, shape: Sequence[Extent], labels: Labels) -> TensorSpec:
+def _spec(info: ValueInfoProto, shape: Sequence[Extent], labels: Sequence[str | None]) -> TensorSpec:
     numbers = []
     for i, extent in enumerate(shape):
         if not isinstance(extent, int):
             raise LayerwiseError(
                 f"input {info.name!r}: dimension {i} is left open ({extent or 'unnamed'}); only the batch may be: "
-                + (f"give sizes={{{extent!r}: ...}}, or " if extent else "")
-                + "export the model with a fixed size for it"
+                "export the model with a fixed size for it"
             )
         numbers.append(extent)
     code = info.type.tensor_type.elem_type
@@ -91,10 +83,8 @@ def _spec(info: ValueInfoProto, shape: Sequence[Extent], labels: Labels) -> Tens
         raise LayerwiseError(f"input {info.name!r}: {error}") from None
 
 
-def _labels(graph: GraphProto, info: ValueInfoProto, rank: int, asked: Labels | None) -> tuple[str | None, ...]:
-    """The labels that are asked for, or by rank and first use."""
-    if asked is not None:
-        return asked_labels(info.name, rank, asked)
+def _labels(graph: GraphProto, info: ValueInfoProto, rank: int) -> tuple[str | None, ...]:
+    """The labels by rank and first use."""
     use = _first_use(graph, info.name)
     signal = use is not None and use.op_type in SIGNALS
     labels = usual_labels(rank, element_type(info.type.tensor_type.elem_type), signal=signal)

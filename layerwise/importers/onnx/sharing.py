@@ -84,7 +84,8 @@ class OnnxPlacer(Placer):
 
     def place(self, result: Result, name: str) -> Operand:
         """Adds a row's result; parameters and constants that a row returns unchanged become layers too."""
-        return self.activation(self.source(super().place(result, name)))
+        made = super().place(result, name)
+        return made if made.activation else self.activation(self.source(made))
 
     def _add(self, built: Built, inputs: list[Operand], name: str) -> str:
         op, parameters = built.op, built.parameters
@@ -100,7 +101,7 @@ class OnnxPlacer(Placer):
         if len(declared) != len(parameters):
             raise LayerwiseError(f"layer {name!r} ({op.kind}) takes {len(declared)} parameters, not {len(parameters)}")
         names = [self._parameter(p, d, name) for p, d in zip(parameters, declared, strict=True)]
-        return self.builder.add(name, op, [x.name for x in inputs], names)
+        return self.builder.add(name, op, [self.source(x) for x in inputs], names)
 
     def _parameter(self, p: Operand, declared: Parameter, layer: str) -> str:
         """The name in the graph of a parameter that belongs to its layer (or is tied)."""

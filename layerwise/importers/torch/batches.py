@@ -27,8 +27,8 @@ from layerwise.importers.torch.read.arguments import Call
 from layerwise.importers.torch.read.effects import OF_MODULES
 from layerwise.importers.torch.read.fed import Fed, fed_by
 from layerwise.importers.torch.runs import NotRunError, Trial, runnable
-from layerwise.importers.torch.samples import PARTS, MixedSamplesError, check_decided, independent
-from layerwise.importers.torch.trace import Dims, Imported, import_module
+from layerwise.importers.torch.samples import PARTS, MixedSamplesError, check_decided, independent, of_some_batches
+from layerwise.importers.torch.trace import Imported, import_module
 from layerwise.importers.torch.traced_program import TRACING, samples_in
 from layerwise.importers.torch.unfused import UnlikeError, UnprovenError
 from layerwise.ops.base import Role
@@ -38,17 +38,15 @@ SAMPLES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
 TRACES = 2  # numbers of samples to try: a size that the model computes may be a multiple of one, too
 
 
-def import_once(
-    model: nn.Module, call: Call, name: str, dims: Dims | None = None, shared: Collection[str] | None = None
-) -> Imported:
+def import_once(model: nn.Module, call: Call, name: str, shared: Collection[str] | None = None) -> Imported:
     """`import_module`, at the example's batch, for a module that is the same network at every batch."""
     fed = fed_by(model, call, shared or ())
     for samples in distinct(model, call, fed):
         try:
-            return replace(_at(model, call, fed, samples, name, dims).rebatch(fed.batch), fed=fed)
+            return replace(_at(model, call, fed, samples, name).rebatch(fed.batch), fed=fed)
         except LayerwiseError:  # accepting no other batch is no error, and other errors mention the example's sizes
             break
-    return replace(import_module(model, call, name, dims), fed=fed)
+    return replace(import_module(model, call, name), fed=fed)
 
 
 def import_as_called(model: nn.Module, call: Call, name: str) -> Imported:
@@ -170,7 +168,7 @@ def _imported(model: nn.Module, call: Call, name: str, fed: Fed, runs: _Runs) ->
     batch, traces, different, refused = fed.batch, list[Imported](), list[LayerwiseError](), _depends("outputs")
     for samples in distinct(model, call, fed)[:TRACES]:
         try:
-            traces.append(_at(model, call, fed, samples, name, None, after=traces[-1] if traces else None))
+            traces.append(_at(model, call, fed, samples, name, after=traces[-1] if traces else None))
             imported = traces[-1].rebatch(batch)
         except LayerwiseError as error:
             refused = error
@@ -187,34 +185,15 @@ def _imported(model: nn.Module, call: Call, name: str, fed: Fed, runs: _Runs) ->
                 graph = replace(alike.graph.rebatch(batch), unseen=effects)
                 return replace(alike, graph=graph, unproven=str(why), fed=fed)
             different += [_depends(str(_difference(t, traces[-1]))) for t in traces[:-1]]
-    if not traces:  # it accepts only the example's batch
-        if fed.shared:
-            raise refused
-        return _of_one_batch(import_module(model, call, name), fed, runs)
+    if not traces:
+        import_module(model, call, name)  # what it refuses at the example's own sizes is said of these
+        raise of_some_batches(refused)
     if different and isinstance(different[0], UnlikeError):  # is it wrong at another batch, or at any?
         with suppress(UnprovenError):
             compared(import_module(model, call, name), model, call, fed, batch)
         raise _depends(different[0].layer)
     layer = _difference(traces[0], traces[-1])
     raise different[0] if different else refused if layer is None else _depends(layer)
-
-
-def _of_one_batch(imported: Imported, fed: Fed, runs: _Runs) -> Imported:
-    """A module that was traced and proven at the example's batch."""
-    why = None
-    try:
-        found, trial = runs.shown(imported.graph)
-        if trial.samples == fed.batch or found.rows != fed.rows:
-            return runs.prove(imported, fed)
-        fed = found
-    except UnprovenError as error:
-        why = str(error)
-    try:
-        made = compared(imported, runs.model, runs.call, fed, fed.batch)
-    except UnprovenError as error:
-        return replace(imported, fed=fed, unproven=why or str(error))
-    _check_numbers(made, fed.uneven)
-    return replace(made, fed=fed, unproven=why)
 
 
 def _check_numbers(imported: Imported, uneven: Collection[int]) -> None:
@@ -247,9 +226,7 @@ def distinct(model: nn.Module, call: Call, fed: Fed) -> list[int]:
     return [n for n in SAMPLES if n != fed.batch and all(extent % n for extent in sizes)]
 
 
-def _at(
-    model: nn.Module, call: Call, fed: Fed, samples: int, name: str, dims: Dims | None, after: Imported | None = None
-) -> Imported:
+def _at(model: nn.Module, call: Call, fed: Fed, samples: int, name: str, after: Imported | None = None) -> Imported:
     """A trace with `samples` samples, which have shapes and no values. after: an earlier trace whose changed numbers
     stay.
     """
@@ -260,7 +237,7 @@ def _at(
         with TRACING, mode:
             return torch.empty((samples, *x.shape[1:]), dtype=x.dtype, device=x.device, requires_grad=x.requires_grad)
 
-    return import_module(model, fed.map(empty, call), name, dims, after)
+    return import_module(model, fed.map(empty, call), name, after)
 
 
 def _difference(one: Imported, other: Imported) -> str | None:

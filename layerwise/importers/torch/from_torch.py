@@ -15,7 +15,6 @@ from layerwise.importers.torch.batches import import_once
 from layerwise.importers.torch.exported import read_program
 from layerwise.importers.torch.patterns import rewrite
 from layerwise.importers.torch.program import Stored, build_graph
-from layerwise.importers.torch.trace import Dims, placeholders
 
 
 @checked
@@ -25,7 +24,6 @@ def from_torch(
     *,
     kwargs: Mapping[str, object] | None = None,
     name: str | None = None,
-    dims: Dims | None = None,
 ) -> LayerGraph:
     """Returns the model's layers at the example's batch, unfused; `LayerGraph.rebatch` changes the batch.
 
@@ -40,9 +38,6 @@ def from_torch(
             none; an open batch takes the size of these, or of those it was exported with.
         kwargs: Inputs by name.
         name: Name of the graph.
-        dims: Labels of the dimensions of every tensor input. Default: (n, c, h, w), (n, c, d, h, w), (n); (n, c, l) for
-            inputs of a 1-D convolution, pool or batch norm, else (n, s, c); (n, c) for numbers; (n, s),
-            (n, h, w), (n, d, h, w) for integers.
 
     Returns:
         The layers.
@@ -55,7 +50,7 @@ def from_torch(
         >>> [layer.kinds for layer in graph.inner]
         ['linear', 'relu']
     """
-    return import_torch(model, example_inputs, kwargs=kwargs, name=name, dims=dims)[0]
+    return import_torch(model, example_inputs, kwargs=kwargs, name=name)[0]
 
 
 def import_torch(
@@ -64,7 +59,6 @@ def import_torch(
     *,
     kwargs: Mapping[str, object] | None = None,
     name: str | None = None,
-    dims: Dims | None = None,
 ) -> tuple[LayerGraph, Stored]:
     """`from_torch`'s graph, and functions that return the values of parameters and constants (the
     model's own tensors).
@@ -72,12 +66,12 @@ def import_torch(
     examples = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else tuple(example_inputs or ())
     title = name or _title(model)
     if isinstance(model, ExportedProgram):
-        graph, stored = build_graph(rewrite(read_program(model, title)), title, dims)
+        graph, stored = build_graph(rewrite(read_program(model, title)), title)
     elif isinstance(model, nn.Module):
-        named = dict(kwargs or {})
-        imported = import_once(
-            model, (examples if examples or named else placeholders(model, title), named), title, dims
-        )
+        if not examples and not kwargs:
+            how = "from_torch(model, (torch.randn(8, 3, 64, 64),))"
+            raise LayerwiseError(f"model {title!r}: pass example inputs, as in {how}")
+        imported = import_once(model, (examples, dict(kwargs or {})), title)
         return imported.graph, imported.stored
     else:
         raise LayerwiseError(

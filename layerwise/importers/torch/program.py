@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -17,32 +17,27 @@ from layerwise.graph.layer_graph import LayerGraph
 from layerwise.graph.samples import check_samples
 from layerwise.graph.types import effective
 from layerwise.importers.registry import Argument, Build, Built, Call, Operand, Result
-from layerwise.importers.rows import Rows, before_merging
 from layerwise.importers.tensors import samples_along
 from layerwise.importers.torch.calls.constants import FILLED, Constants, Missing, constant_names, is_constant
 from layerwise.importers.torch.calls.functional import functional
 from layerwise.importers.torch.calls.torch_placer import TorchPlacer, input_spec, layer_names, shared_parameters
 from layerwise.importers.torch.calls.types import follows, typed
 from layerwise.importers.torch.calls.unknown import decomposed, torch_call, why_not
-from layerwise.importers.torch.ops.pointwise import ELEMENTWISE
-from layerwise.importers.torch.ops.table import CHECKS, ELSE_AS_IT_IS, ROWWISE, SHAPED_ONLY, base_name, row
+from layerwise.importers.torch.ops.table import CHECKS, ELSE_AS_IT_IS, SHAPED_ONLY, base_name, row
 from layerwise.importers.torch.ops.views import REPEATING, SHAPED, UNCHANGED
 from layerwise.importers.torch.traced_program import Node, Ref, TracedProgram, Value, samples_in
 from layerwise.ops.tensor.pointwise import Unary
-from layerwise.ops.tensor.view import Reshape
 from layerwise.tensor import TensorSpec
 
 Stored = Mapping[str, Callable[[], torch.Tensor | None]]  # functions that return parameters and constants, by name
 
 
-def build_graph(
-    program: TracedProgram, title: str, dims: Sequence[Sequence[str | None]] | None, *, fixed: bool = False
-) -> tuple[LayerGraph, Stored]:
+def build_graph(program: TracedProgram, title: str, *, fixed: bool = False) -> tuple[LayerGraph, Stored]:
     """The layers of a program, and its own values.
 
-    dims: labels for each input. fixed: it has no other batch, and every rank is given all of it.
+    fixed: it has no other batch, and every rank is given all of it.
     """
-    importer = _Importer(program, title, dims)
+    importer = _Importer(program, title)
     graph = importer.graph()
     if not fixed:
         check_samples(graph)
@@ -50,10 +45,10 @@ def build_graph(
 
 
 class _Importer:
-    def __init__(self, program: TracedProgram, title: str, dims: Sequence[Sequence[str | None]] | None) -> None:
+    def __init__(self, program: TracedProgram, title: str) -> None:
         self.program = program = functional(decomposed(program))
         self.constants = Constants()
-        self.values: dict[str, Operand | Rows] = {}
+        self.values: dict[str, Operand] = {}
         self.losses: dict[str, str] = {}  # losses, with their reductions: numbers in PyTorch, one a sample here
         self.nothing: set[str] = set()  # empty tensors
         constant = constant_names(program)
@@ -65,13 +60,9 @@ class _Importer:
         placer.builder.traced = program.device
         placer.builder.parameters = {s.target for s in program.sources if s.kind == "parameter"}
         inputs = [s for s in program.sources if s.kind == "input"]
-        if dims is not None and len(dims) != len(inputs):
-            raise LayerwiseError(
-                f"model {title!r} has {len(inputs)} tensor inputs, but dims has labels for {len(dims)}"
-            )
         self.batch = samples_in(s.value.shape for s in inputs)
-        for i, source in enumerate(inputs):
-            spec = input_spec(program, source, self.batch, None if dims is None else dims[i])
+        for source in inputs:
+            spec = input_spec(program, source, self.batch)
             self.values[source.value.name] = placer.activation(placer.builder.input(source.target, spec))
         shared = shared_parameters(program)
         for source in program.sources:
@@ -94,13 +85,13 @@ class _Importer:
         """The model's parameters and buffers, and constants of its forward pass."""
         stored: dict[str, Callable[[], torch.Tensor | None]] = {}
         for value in (*self.placer.standing.values(), *self.values.values()):
-            if isinstance(value, Operand) and value.role == "constant" and value.value is not None:
+            if value.role == "constant" and value.value is not None:
                 array, dtype = value.value, getattr(torch, value.spec.dtype)
                 if value.spec.dims[:1] == ("n",) and (array == array[:1]).all():  # whatever batch was traced
                     array = array[:1]
                 stored[value.name] = lambda array=array, dtype=dtype: torch.tensor(array, dtype=dtype)  # type: ignore[misc]
                 stored[f"{value.name}.not"] = lambda array=array: torch.tensor(np.logical_not(array))  # type: ignore[misc]
-            elif isinstance(value, Operand) and value.role == "constant":
+            elif value.role == "constant":
                 reason = self.constants.unknown.get(value.name.removesuffix(".not"))
                 stored |= dict.fromkeys((value.name, f"{value.name}.not"), Missing(reason)) if reason else {}
         return stored | {s.target: s.read for s in self.program.sources if s.kind != "input"}
@@ -109,16 +100,17 @@ class _Importer:
         for node in self.program.nodes:
             self.call(node)
         returned = [ref for ref in dict.fromkeys(self.program.outputs) if self.known(ref) is not None]
-        fed = {self.operand(Ref(s.value.name)).name for s in self.program.sources if s.kind == "input"}
-        if {value.name for value in map(self.operand, returned) if value.activation} <= fed:
+        fed = {self.values[s.value.name].name for s in self.program.sources if s.kind == "input"}
+        ends = (self.values[ref.name] for ref in returned)
+        if {self.placer.source(value) for value in ends if value.activation} <= fed:
             raise LayerwiseError(f"model {self.placer.builder.name!r} computes nothing from its inputs")
         outputs: dict[str, None] = {}
         for ref in returned:
-            value = self.operand(ref)
-            again = value.name in outputs and ref.name not in self.losses
+            value = self.values[ref.name]
+            again = value.activation and self.placer.source(value) in outputs and ref.name not in self.losses
             if again or not value.activation:  # returned twice or as a view; a constant; an unchanged parameter
                 value = self.placer.place(Built(Unary("identity"), (value,)), f"{value.name}.output")
-            outputs[value.name] = None
+            outputs[self.placer.source(value)] = None
         graph = self.placer.builder.finish(list(outputs))
         return replace(graph, folded=frozenset(self.folded(graph)), unseen=self.program.effects)
 
@@ -141,7 +133,7 @@ class _Importer:
             return
         if is_constant(node, lambda ref: self.role(ref) == "constant") and not self.merges_samples(node):
             self.constant(node)
-        elif not self.merges_rows(node):
+        else:
             self.layer(node)
 
     def layer(self, node: Node) -> None:
@@ -150,7 +142,6 @@ class _Importer:
             self.nothing.update(v.name for v in node.outputs if v)
             return
         self.placer.builder.autocast = effective(node.autocast, self.program.device)
-        by_row = self.works_by_row(node)
         given = {r.name: loss for r in node.operands if (loss := self.losses.get(r.name))}
         reduction = follows(node, given, lambda ref: prod(self.shape(ref)))
         if given and reduction is None:
@@ -163,9 +154,8 @@ class _Importer:
             return
         builds = self.builds(node)
         try:
-            bound = {k: self.argument(v, whole=by_row) for k, v in node.arguments.items()}
-            shapes = [(v, (*_whole(bound).shape[:-1], v.shape[-1]) if by_row else v.shape) for v in node.outputs if v]
-            outputs = tuple(_spec(replace(v, shape=shape)) for v, shape in shapes)
+            bound = {k: self.argument(v) for k, v in node.arguments.items()}
+            outputs = tuple(_spec(v) for v in node.outputs if v)
             call = Call(node.target, self.names[node.name], bound, outputs, self.batch)
             try:
                 result = typed(node, builds[0], call, self.placer)
@@ -177,17 +167,17 @@ class _Importer:
             raise LayerwiseError(f"layer {self.names[node.name]!r} ({node.target}): {error}") from None
         results = result if isinstance(result, tuple) else (result,)
         for value, made in zip(node.outputs, results, strict=False):
-            if made is None and value and value.name in self.used and not by_row:
+            if made is None and value and value.name in self.used:
                 made = self.beside(node, call, value.name)
             if value is None or made is None or isinstance(made, tuple):
                 continue
             operand = self.placer.place(made, self.names[node.name])
-            if not by_row and value.shape not in ((), operand.shape):  # a loss is a number a sample here
+            if value.shape not in ((), operand.shape):  # a loss is a number a sample here
                 where = f"layer {self.names[node.name]!r} ({node.target})"
                 raise LayerwiseError(
                     f"{where} returns shape {value.shape} in PyTorch, but {operand.shape} in layerwise"
                 )
-            self.values[value.name] = Rows(operand, value.shape) if by_row else operand
+            self.values[value.name] = operand
             reduction = reduction or (made.op.loss if isinstance(made, Built) and not value.shape else None)
             if reduction:
                 self.losses[value.name] = reduction
@@ -238,62 +228,17 @@ class _Importer:
             return self.batch > 1 and out.shape == (own[0] * self.batch, *own[1:])
         return samples_along(own, out.shape, self.batch) is not None
 
-    def merges_rows(self, node: Node) -> bool:
-        """Notes view(-1, c) of (n, s, c), which is done only when needed. Returns whether the call is one."""
-        if base_name(node.target) not in SHAPED or node.outputs[0] is None:
-            return False
-        x = self.values[next(iter(node.operands)).name]
-        out = node.outputs[0]
-        whole = x.whole if isinstance(x, Rows) else x
-        if isinstance(x, Rows) and len(out.shape) > 2:  # merged rows would have one label for two dimensions
-            same = out.shape == whole.shape
-            made = whole if same else self.placer.place(Built(Reshape(out.shape), (whole,)), self.names[node.name])
-            self.values[out.name] = made
-            return True
-        if len(out.shape) != 2 or len(whole.shape) < 3 or not whole.activation:
-            return False
-        shape = before_merging(whole.shape, *out.shape)
-        if shape is None:
-            return False
-        if shape != whole.shape:
-            whole = self.placer.place(Built(Reshape(shape), (whole,)), self.names[node.name])
-        self.values[out.name] = Rows(whole, out.shape)
-        return True
-
-    def works_by_row(self, node: Node) -> bool:
-        """True if a call takes merged rows, and they need not be merged for it."""
-        rows = [r for r in node.operands if isinstance(self.known(r), Rows)]
-        if not rows or node.outputs[0] is None:
-            return False
-        if base_name(node.target) in ELEMENTWISE or base_name(node.target) in UNCHANGED:
-            return len(node.operands) == 1 and node.outputs[0].shape == self.shape(rows[0])
-        data = ROWWISE.get(node.target)
-        if data is None or node.arguments[data] != rows[0] or len(rows) > 1:
-            return False
-        return {self.role(r.name) for r in node.operands if r != rows[0]} == {"parameter"}
-
-    def operand(self, ref: Ref) -> Operand:
-        """The value of a tensor, with rows merged."""
-        value = self.values[ref.name]
-        if isinstance(value, Rows):
-            value = self.placer.place(Built(Reshape(value.shape), (value.whole,)), f"{value.whole.name}.rows")
-            self.values[ref.name] = value
-        return value
-
-    def argument(self, value: object, *, whole: bool = False) -> Argument:
+    def argument(self, value: object) -> Argument:
         """An argument for a Call."""
         if isinstance(value, Ref):
-            known = self.known(value)
-            if known is None:
-                return None
-            return known.whole if whole and isinstance(known, Rows) else self.operand(value)
+            return self.known(value)
         if isinstance(value, tuple):
-            return tuple(self.argument(v, whole=whole) for v in value)
+            return tuple(map(self.argument, value))
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
         return str(value).removeprefix("torch.")  # dtypes, devices, layouts
 
-    def known(self, ref: Ref) -> Operand | Rows | None:
+    def known(self, ref: Ref) -> Operand | None:
         """A tensor's value; None if it is empty."""
         if ref.name not in self.values and ref.name not in self.nothing:
             raise LayerwiseError(f"the model uses {ref.name!r}, an output that layerwise does not compute")
@@ -301,7 +246,7 @@ class _Importer:
 
     def role(self, name: str) -> str:
         value = self.known(Ref(name))
-        return value.role if isinstance(value, Operand) else "constant" if value is None else "activation"
+        return "constant" if value is None else value.role
 
     def shape(self, ref: Ref) -> tuple[int, ...]:
         return self.values[ref.name].shape
@@ -333,7 +278,3 @@ class _Importer:
 
 def _spec(value: Value) -> TensorSpec:
     return TensorSpec(value.shape, (None,) * len(value.shape), value.dtype)
-
-
-def _whole(bound: dict[str, Argument]) -> Operand:
-    return next(v for v in bound.values() if isinstance(v, Operand) and v.activation)

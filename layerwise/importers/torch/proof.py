@@ -171,7 +171,9 @@ def _compared(imported: Imported, trial: Trial) -> tuple[float, tuple[str, str]]
     for name, buffer in run.buffers.items():
         if not name.endswith("num_batches_tracked"):
             kept = layers.state.get(name)
-            away = distance(trial.before[name] if kept is None else kept, buffer)
+            of_mean = run.buffers.get(f"{name.removesuffix('mean')}var") if name.endswith("running_mean") else None
+            least = 0.0 if of_mean is None else NOTHING * float(of_mean.abs().max()) ** 0.5  # deviations may cancel
+            away = distance(trial.before[name] if kept is None else kept, buffer, least)
             differences.append((away, _user(graph, name), f"its buffer {name!r}"))
     away, layer, what = max(differences, key=lambda row: row[0] if row[0] == row[0] else float("inf"))
     first = next((n for n, x in _ends(made, run) if not distance(made[n], x) <= max(1e-3, away / 100)), layer)

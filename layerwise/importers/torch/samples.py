@@ -1,16 +1,15 @@
 """The law that samples are independent: what a model computes for one depends on no other. Running the model proves it.
 
 The model runs on five samples and on three and two of them: rows must be the same, and a loss must be their mean or
-sum. If it accepts no such batch, one sample of the example is replaced: the rows of the others must stay. Batch norms
-are exempt: on parts they use the statistics of all samples. This also shows which inputs have samples, if several are
-as long as the batch.
+sum. Batch norms are exempt: on parts they use the statistics of all samples. This also shows which inputs have samples,
+if several are as long as the batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 
 import torch
@@ -55,25 +54,32 @@ def independent(model: nn.Module, call: Call, fed: Fed, *, any_shared: bool) -> 
     and UnprovenError if the model cannot run that way.
     """
     first: MixedSamplesError | None = None
+    refused: NotRunError | None = None
     for rows in _subsets(fed) if any_shared else (fed.rows,):
         try:
             trial, uneven = _of_parts(model, call, Fed(fed.batch, rows))
         except MixedSamplesError as error:
             first = first or error
-        except NotRunError:
-            continue
+        except NotRunError as error:
+            refused = error
         else:
             left = _names(model, call, fed.rows - rows)
             return Fed(fed.batch, rows, (*fed.shared, *left), bool(left), uneven), trial
     if first is None:
-        try:
-            trial, uneven = _of_another(model, call, fed)
-            return replace(fed, uneven=uneven), trial
-        except MixedSamplesError as error:
-            first = error
-        except NotRunError as error:
-            raise UnprovenError(f"it cannot be run here: {error}") from error
+        assert refused is not None
+        with suppress(NotRunError):
+            Trial(model, runnable(call), fed.batch)
+            raise of_some_batches(refused)
+        raise UnprovenError(f"it cannot be run here: {refused}") from refused
     raise MixedSamplesError(first.what, first.layer, _names(model, call, fed.rows) if any_shared else ())
+
+
+def of_some_batches(why: LayerwiseError) -> LayerwiseError:
+    """The error for a model that runs on its example, but not on every number of samples."""
+    return LayerwiseError(
+        f"the model does not accept any number of samples ({str(why).partition(';')[0]}): it combines samples in "
+        "groups, which layerwise cannot split, or has a number for the batch, in place of x.shape[0]"
+    )
 
 
 def check_decided(model: nn.Module, call: Call, fed: Fed, error: MixedSamplesError) -> None:
@@ -93,7 +99,7 @@ def _names(model: nn.Module, call: Call, leaves: Collection[int]) -> tuple[str, 
 
 def _mixing(trial: Trial) -> str:
     """The path of the first module whose output rows change with the samples beside them; empty if none is seen."""
-    for path, x in trial.every.seen.items() if trial.samples == sum(PARTS) and trial.others else ():
+    for path, x in trial.every.seen.items() if trial.others else ():
         part = trial.others[0].seen.get(path, x)
         ratio = x.dim() and part.dim() and x.shape[0] * PARTS[0] == part.shape[0] * trial.samples
         if ratio and not distance(part, x[: len(part)]) <= ROUNDED[torch.float32]:
@@ -192,45 +198,6 @@ def _along(whole: Tensor, parts: Sequence[Tensor]) -> int | None:
     return differ[0] if fits else None
 
 
-def _of_another(model: nn.Module, call: Call, fed: Fed) -> tuple[Trial, tuple[int, ...]]:
-    """Compares the model's results for the example with those after its first, or last, sample is replaced."""
-    batch = fed.batch
-    if batch < 2:
-        raise NotRunError("it accepts one sample only")
-    every = _as_given(fed.map(lambda x: _distinct(x, batch), runnable(call)), call)
-    others = [
-        (fed.map(lambda x, place=place: _with_another(x, place), every), batch)  # type: ignore[misc]
-        for place in (0, batch - 1)
-    ]
-    return _tried(Trial(model, every, batch, others), _by_another)
-
-
-def _by_another(trial: Trial) -> _Away:
-    batch, every, worst = trial.samples, trial.every.leaves, (0.0, "")
-    others = {place: run.leaves for place, run in zip((0, batch - 1), trial.others, strict=True)}
-    for i, one in enumerate(every):
-        if not isinstance(one, Tensor) or not one.dim():
-            continue
-        dim = next((d for d, extent in enumerate(one.shape) if extent and extent % batch == 0), None)
-        for place, leaves in others.items():
-            x = leaves[i]
-            if not isinstance(x, Tensor) or x.shape != one.shape:
-                return _Away(float("inf"), f"the shape of output {i} depends on a sample's values", ())
-            kept = [] if dim is None else [r for r in range(one.shape[dim]) if r // (one.shape[dim] // batch) != place]
-            if dim is None:
-                away, what = (
-                    distance(x, one),
-                    f"has shape {tuple(one.shape)} for {batch} samples, but each sample must have a row",
-                )
-            else:
-                ours, theirs = (t.index_select(dim, _ids(kept, t)) for t in (x, one))
-                away, what = distance(ours, theirs), "has rows that change with another sample"
-            if not away <= worst[0]:
-                worst = away, f"output {i} {what}"
-    numbers = (i for i, x in enumerate(every) if isinstance(x, Tensor) and not x.dim())
-    return _Away(*worst, tuple(numbers))
-
-
 def _as_given(samples: Call, call: Call) -> Call:
     """These inputs, with gradients for those that have one in the example."""
     wanted, (leaves, tree) = pytree.tree_leaves(call), pytree.tree_flatten(samples)
@@ -240,10 +207,6 @@ def _as_given(samples: Call, call: Call) -> Call:
     return with_gradients
 
 
-def _ids(rows: Sequence[int], like: Tensor) -> Tensor:
-    return torch.tensor(rows, device=like.device)
-
-
 def _distinct(x: Tensor, samples: int) -> Tensor:
     """`samples` samples: the example's, and variations of them if it has fewer, or duplicates."""
     rows = list[Tensor]()
@@ -251,13 +214,6 @@ def _distinct(x: Tensor, samples: int) -> Tensor:
         row = x[i % len(x)].detach()
         again = i >= len(x) or any(torch.equal(row, other) for other in rows)
         rows.append(_another(row, i) if again else row)
-    return torch.stack(rows)
-
-
-def _with_another(x: Tensor, place: int) -> Tensor:
-    """The same samples, with one replaced."""
-    rows = list(x.unbind())
-    rows[place] = _another(rows[place], len(rows))
     return torch.stack(rows)
 
 

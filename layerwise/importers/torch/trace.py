@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +14,7 @@ from threading import get_ident
 from typing import IO, Any, cast
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.export import ExportedProgram
 
 from layerwise.errors import LayerwiseError, first_line
@@ -35,8 +35,6 @@ from layerwise.importers.torch.read.fed import Fed
 from layerwise.importers.torch.read.reached import unchanged
 from layerwise.importers.torch.traced_program import TRACING
 from layerwise.ops.opaque import unlogged
-
-Dims = Sequence[Sequence[str | None]]
 
 TRAINS_OTHERWISE = (
     nn.modules.batchnorm._NormBase,
@@ -75,7 +73,6 @@ def import_module(
     model: nn.Module,
     call: Call,
     name: str,
-    dims: Dims | None = None,
     after: Imported | None = None,
     *,
     fixed: bool = False,
@@ -92,7 +89,7 @@ def import_module(
         exported, effects = _export(model, *call, name)
     finally:
         put_back(model, known)
-    graph, stored = build_graph(rewrite(read_program(exported, name)), name, dims, fixed=fixed)
+    graph, stored = build_graph(rewrite(read_program(exported, name)), name, fixed=fixed)
     structure = structure_of(exported, len(graph.layers[-1].inputs))
     arguments = Arguments.of(model, exported, graph.batch)
     graph = replace(graph, unseen=(*graph.unseen, *effects.found))
@@ -210,20 +207,3 @@ def _looks_at(error: BaseException) -> str:
 
 
 _NOT_THE_MODEL = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
-
-
-def placeholders(model: nn.Module, title: str) -> tuple[torch.Tensor, ...]:
-    """The example inputs that an fx graph itself contains."""
-    examples: list[torch.Tensor] = []
-    nodes = model.graph.nodes if isinstance(model, fx.GraphModule) else ()
-    for node in nodes:
-        if node.op == "placeholder":
-            known = node.meta.get("val", node.meta.get("tensor_meta"))
-            if known is None or not hasattr(known, "shape"):
-                break
-            examples.append(torch.empty(tuple(known.shape), dtype=known.dtype, device="meta"))
-    else:
-        if examples:
-            device = next((p.device for p in model.parameters()), torch.device("cpu"))
-            return tuple(torch.empty_like(t, device=device) for t in examples)
-    raise LayerwiseError(f"model {title!r}: pass example inputs, as in from_torch(model, (torch.randn(8, 3, 64, 64),))")

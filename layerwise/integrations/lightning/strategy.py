@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Unpack
 
 import torch
@@ -23,7 +22,6 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from layerwise.api.parallelize import DEFAULT, Keywords, parallelize
 from layerwise.errors import LayerwiseError
 from layerwise.integrations.lightning.first_calls import EXAMPLES, first_batch, first_calls
-from layerwise.integrations.lightning.sharded import read, write
 from layerwise.integrations.optimizer_state import full_state, load_full_state, parallel_modules
 from layerwise.run.local_tensor import is_dtensor
 from layerwise.run.parallel import ParallelModule, of
@@ -44,8 +42,6 @@ class LayerwiseStrategy(DDPStrategy):  # type: ignore[misc] # where Lightning is
 
     Args:
         examples: Of each module to be split, by path, what one rank calls it with. None: the first batch tells.
-        sharded: Checkpoints are folders into which every rank writes its own boxes. They can be resumed on any number
-            of devices, as can the full ones.
         process_group_backend: As torch.distributed calls it.
         timeout: Of Lightning's own collectives.
         keywords: Those of `layerwise.parallelize`.
@@ -59,7 +55,6 @@ class LayerwiseStrategy(DDPStrategy):  # type: ignore[misc] # where Lightning is
         self,
         examples: Mapping[str, Any] | None = None,
         *,
-        sharded: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
         **keywords: Unpack[Keywords],
@@ -68,7 +63,7 @@ class LayerwiseStrategy(DDPStrategy):  # type: ignore[misc] # where Lightning is
         if odd:
             raise LayerwiseError(f"LayerwiseStrategy takes no {odd[0]}=: Lightning's Trainer says how it trains")
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
-        self._examples, self._sharded, self._keywords = examples, sharded, keywords
+        self._examples, self._keywords = examples, keywords
         self._synchronise = True
         self._free: list[nn.Parameter] = []  # trained, and in no parallel module
 
@@ -156,8 +151,7 @@ class LayerwiseStrategy(DDPStrategy):  # type: ignore[misc] # where Lightning is
         with self._without(parts) as module:
             state: dict[str, Any] = dict(module.state_dict())
         for path, part in parts.items():
-            own = part.state_dict() if self._sharded else of(part).full_state_dict()
-            state |= {f"{path}.{name}": value for name, value in own.items()}
+            state |= {f"{path}.{name}": value for name, value in of(part).full_state_dict().items()}
         return state
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -170,7 +164,7 @@ class LayerwiseStrategy(DDPStrategy):  # type: ignore[misc] # where Lightning is
             module.load_state_dict(rest, strict=strict)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        return full_state(getattr(optimizer, "_optimizer", optimizer), self.lightning_module, gather=not self._sharded)
+        return full_state(getattr(optimizer, "_optimizer", optimizer), self.lightning_module)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
@@ -178,14 +172,7 @@ class LayerwiseStrategy(DDPStrategy):  # type: ignore[misc] # where Lightning is
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         checkpoint[STEPS] = {path: of(part).steps_done for path, part in self._parts().items()}
-        if self._sharded:
-            write(checkpoint, Path(self.broadcast(filepath)), self.global_rank, self.barrier)
-        else:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        folder = Path(checkpoint_path)
-        return read(folder) if folder.is_dir() else super().load_checkpoint(checkpoint_path, weights_only)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def teardown(self) -> None:
         """Leaves the module on its device, unlike other strategies: its parts stay parallel."""

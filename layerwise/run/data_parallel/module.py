@@ -173,7 +173,7 @@ class DataRun(Run):
             if batch is not None:
                 _ = Batch(self.plan, self.comm, self._samples.given(inputs, named), batch).total
             return ModelCall(seed)
-        check_around(self.parameters())
+        check_around(self.model.parameters())
         self._averaged.check()
         self.comm.at(self.steps_done, "the model")
         if not (drawn or torch.is_grad_enabled()):

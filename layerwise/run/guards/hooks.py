@@ -170,16 +170,11 @@ def check_hooks_of_all() -> None:
             raise unsupported("a global module hook (register_module_forward_hook or similar)", "remove it")
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """True if this module is compiled with torch.compile."""
-    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
-
-
 def check_modules(model: nn.Module) -> None:
     """Raises LayerwiseError if a model to be run layer by layer has hooks, which would never be called."""
     check_parameters(model.named_parameters())
     for name, module in model.named_modules():
-        if is_compiled(module):
+        if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):  # by torch.compile
             where = f"module {name!r}" if name else "the model"
             raise LayerwiseError(
                 f"{where} is compiled already, but the plan runs its layers one by one: pass the uncompiled model and "

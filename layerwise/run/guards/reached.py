@@ -14,7 +14,6 @@ import numpy as np
 from torch import Tensor, nn
 
 from layerwise.importers.torch.read.reached import installed
-from layerwise.run.guards.refusals import unsupported
 
 _FOREIGN = {"torch", "numpy", "layerwise", "lightning", "pytorch_lightning", "accelerate", "tqdm", "rich"}
 # modules of plain objects that hold what users put into them
@@ -32,7 +31,7 @@ class Reached:
     globals.
 
     The names come from the code of `forward` and of what that calls, and are looked up in the objects they refer to.
-    `Unchanged` covers the attributes of the modules themselves.
+    `Invariants` covers the attributes of the modules themselves.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -51,18 +50,14 @@ class Reached:
         """Returns what has changed, in words; None if nothing has."""
         for where, now, before in self._lists:
             if not _equal(now, before):
-                both = {*now, *before} if isinstance(now, dict) else ()
-                keys = [key for key in both if not _equal(now.get(key), before.get(key))]
-                return f"{where}[{keys[0]!r}]" if keys else where
+                key = first_difference(now, before) if isinstance(now, dict) else None
+                return where if key is None else f"{where}[{key!r}]"
         for where, get, before in self._named:
             for name, value in before.items():
                 now = get(name)
                 if now is not value and not _equal(now, value):
                     return f"{where}.{name}" if where else name
         return None
-
-    def __deepcopy__(self, memo: object) -> Reached:
-        return self  # it looks at the user's objects, which a copy of the parallel model shares
 
     def _first(self, thing: object, *more: object) -> bool:
         key = (id(thing), *more)
@@ -208,15 +203,6 @@ def _foreign(module: str) -> bool:
     return top in _FOREIGN or (top in sys.stdlib_module_names and top not in _PLAIN_OBJECTS and top != "__main__")
 
 
-def check_reached(reached: Reached | None) -> None:
-    """Raises LayerwiseError if the model's code would read another value than when it was traced."""
-    if reached is not None and (what := reached.changed()) is not None:
-        raise unsupported(
-            f"{what}, which the model's forward reads and which changed after the model was made parallel,",
-            "store a number that changes in a parameter with requires_grad=False, and write into it",
-        )
-
-
 def _copy(value: Any) -> Any:
     kind = next(kind for kind in (dict, list, deque, set) if isinstance(value, kind))
     return dict(dict.items(value)) if kind is dict else kind(value)
@@ -227,3 +213,11 @@ def _equal(now: object, before: object) -> bool:
         return now is before or bool(now == before)
     except Exception:  # arrays, or a user's class
         return False
+
+
+def first_difference(now: Mapping[Any, Any], before: Mapping[Any, Any]) -> Any:
+    """Returns the first key whose values differ, or None; quick if nothing was set: all values are the same objects."""
+    if _equal(now, before):
+        return None
+    keys = dict.fromkeys((*now, *before))
+    return next((key for key in keys if not _equal(now.get(key, _MISSING), before.get(key, _MISSING))), None)

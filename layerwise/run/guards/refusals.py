@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from operator import is_
 from typing import Any, NoReturn
@@ -60,38 +59,6 @@ REFUSED: Mapping[str, Callable[..., NoReturn]] = {
 }
 
 
-class Unchanged:
-    """The present attributes of all modules below `root`, which the layers rely on.
-
-    The root may get further attributes, set by the loop.
-    """
-
-    def __init__(self, root: nn.Module) -> None:
-        self._root = weakref.ref(root)
-        self._attributes = [(name, vars(m), dict(vars(m))) for name, m in root.named_modules() if m is not root]
-        self._own = {name: value for name, value in vars(root).items() if name != "_layerwise"}
-
-    def check(self, *, training: bool) -> None:
-        """Raises LayerwiseError if an attribute has changed, or a module's mode differs from the whole model's."""
-        root = vars(self._root())
-        for name, now, before in [*self._attributes, ("", {key: root.get(key) for key in self._own}, self._own)]:
-            before["training"] = training
-            if not _equal(now, before):  # quick if nothing was set: all values are the same objects
-                keys = dict.fromkeys((*now, *before))
-                changed = next(key for key in keys if not _equal(now.get(key, self), before.get(key, self)))
-                raise unsupported(
-                    f"{changed!r} of module {name!r}, set after the model was made parallel,",
-                    "set it before, and call train() and eval() on the whole model",
-                )
-
-
-def _equal(now: object, before: object) -> bool:
-    try:
-        return now is before or bool(now == before)
-    except Exception:  # arrays, or a user's class
-        return False
-
-
 class Structure:
     """The parameters and modules in a module (and buffers, if asked), to notice when they are replaced."""
 
@@ -111,16 +78,6 @@ class Structure:
             for each in slots:
                 objects += each.values()
         return objects
-
-
-def check_places(structure: Structure) -> None:
-    """Raises LayerwiseError if a tensor or module of the model was replaced."""
-    if structure.changed():
-        raise LayerwiseError(
-            "the parallel model's parameters, buffers or layers were replaced, as by torch.func.functional_call or "
-            "parametrizations, but the plan uses the ones it was made with: pass new values to load_state_dict, and "
-            f"{BEFORE}"
-        )
 
 
 def versions(parameters: Mapping[str, nn.Parameter]) -> dict[str, Version]:

@@ -2,10 +2,9 @@
 
 Results computed from PlanDTensors are plain tensors, equal on all ranks, unless the operation is element-wise:
 
-- Element-wise operations run on the local tensors and return a PlanDTensor. Numbers are used as they are, and of a
-plain
-  tensor that is written into a PlanDTensor each rank takes its part. If a plain tensor is read, the result is a full
-  tensor.
+- Element-wise operations run on the local tensors and return a PlanDTensor. Numbers are used as they are, and of
+  a plain tensor that is written into a PlanDTensor each rank takes its part. If a plain tensor is read, the result is a
+  full tensor.
 - Sums, means, norms, maxima: computed on each rank's shards, then combined by one message of all ranks.
 - Everything else is computed on full tensors, which all ranks gather. PlanDTensors that it writes to get their shards.
 - Random numbers are rank 0's.

@@ -18,7 +18,7 @@ from layerwise.importers.load import Network
 from layerwise.partition.groups import sharing
 from layerwise.partition.moved import transfer
 from layerwise.partition.place import Each
-from layerwise.run.guards.values import Values
+from layerwise.run.guards.invariants import Values
 from layerwise.run.local_tensor import is_dtensor, local_tensor
 from layerwise.run.options import RuntimeOptions
 from layerwise.run.schedule.redistribute import Redistribution

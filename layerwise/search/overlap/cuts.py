@@ -76,7 +76,13 @@ class Cuts:
         self.place = {layer.name: i for i, layer in enumerate(graph.layers)}
         needed = {layer.name for layer in graph.layers} if self.training else graph.returned
         begun = {end for ends in begun_before(graph, model.options.io).values() for end in ends}
-        self.node = {layer.name: self._node(layer, layer.name in needed) for layer in graph.layers}
+        known: dict[object, _Node] = {}
+        self.node: dict[str, _Node] = {}
+        for layer in graph.layers:
+            key = model.kind(layer), layer.name in needed, space.configs[layer.name]
+            if key not in known:
+                known[key] = self._node(layer, layer.name in needed)
+            self.node[layer.name] = known[key]
         self.edges = [edge for edge in graph.edges() if edge[1] in needed and model.directions(edge)]
         self._one_way: dict[tuple[int, int], tuple[Floats, Floats]] = {}
         self._tables: dict[tuple[int, bytes, bool], Floats] = {}

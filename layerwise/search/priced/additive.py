@@ -1,4 +1,4 @@
-"""Problems: which choice takes the least time of those whose memory fits? And how additive costs are minimised."""
+"""Problems, which ask for the fastest choice that fits into memory, and two ways to minimise additive costs."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from layerwise.geometry.arrays import Floats, Ints, Mask
 from layerwise.search.solve.eliminate import eliminate
 from layerwise.search.solve.narrow import SLACK, SWEEPS, Messages
 
-Minimise = Callable[[Costs, Mapping[str, Ints]], tuple[Choice, float]]  # a good choice, and a lower bound of all
+Minimise = Callable[[Costs, Mapping[str, Ints]], tuple[Choice, float]]  # finds a good choice, and a lower bound of all
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
     """The tables of a problem.
 
-    A *row* is what is alive at one instant, as an additive lower bound: no choice's peak is below it.
+    A *row* is an additive lower bound of the bytes that are alive at one instant, so no choice's peak is below it.
     """
 
     time: Costs  # seconds
-    base: Mapping[str, Ints]  # (V_l,) of each variant, the index of its base
-    row: Callable[[int], Costs]  # bytes
-    rows: Callable[[Choice], Floats]  # (R,) bytes of one choice in every row
-    peak: Callable[[Choice], float]  # bytes, simulated: what must fit
+    base: Mapping[str, Ints]  # (V_l,) the index of each variant's base
+    row: Callable[[int], Costs]  # the table of a row, in bytes
+    rows: Callable[[Choice], Floats]  # (R,) the bytes of a choice in every row
+    peak: Callable[[Choice], float]  # the simulated peak of a choice, in bytes, which must fit
 
     def cost(self, choice: Choice) -> float:
         """Seconds of one choice."""
@@ -35,14 +35,14 @@ class Problem:
 
 
 def least_by_base(node: Floats, base: Ints) -> tuple[Floats, Ints]:
-    """(B,) the cheapest variant of every base: its cost and its index."""
+    """(B,) the cost and the index of the cheapest variant of every base."""
     order = np.lexsort((node, base))
     first = order[np.r_[True, np.diff(base[order]) > 0]]
     return node[first], first
 
 
 def by_elimination(memory_bytes: float) -> Minimise:
-    """The cheapest choice, and its cost as the bound, where tables of `memory_bytes` are enough."""
+    """Elimination: it finds the cheapest choice, with its cost as the bound, if tables of `memory_bytes` suffice."""
 
     def minimise(costs: Costs, base: Mapping[str, Ints]) -> tuple[Choice, float]:
         least = {name: least_by_base(node, base[name]) for name, node in costs.node.items()}
@@ -55,7 +55,7 @@ def by_elimination(memory_bytes: float) -> Minimise:
 
 
 def by_messages(costs: Costs, base: Mapping[str, Ints]) -> tuple[Choice, float]:
-    """The result of one sweep of message passing: on large tables far sooner than elimination."""
+    """A good choice and a bound from one sweep of message passing: on large tables far quicker than elimination."""
     least = {name: least_by_base(node, base[name]) for name, node in costs.node.items()}
     bounds = Messages(costs.edge, list(least)).bounds({name: cost for name, (cost, _) in least.items()}, SWEEPS)
     choice = {name: int(least[name][1][i]) for name, i in bounds.choice.items()}
@@ -63,17 +63,17 @@ def by_messages(costs: Costs, base: Mapping[str, Ints]) -> tuple[Choice, float]:
 
 
 def lower_bounds(costs: Costs, base: Mapping[str, Ints]) -> dict[str, Floats]:
-    """(V_l,) what every choice that contains a variant costs at least, by message passing."""
+    """(V_l,) for each variant, a lower bound of the cost of all choices that have it, by message passing."""
     own = {name: least_by_base(node, base[name])[0] for name, node in costs.node.items()}
     lower = Messages(costs.edge, list(own)).bounds(own, SWEEPS).lower_s
     return {name: (lower[name] - own[name])[base[name]] + node for name, node in costs.node.items()}
 
 
-Cap = tuple[Costs, float]  # an additive cost, and what it may be at most
+Cap = tuple[Costs, float]  # an additive cost, and the most that it may be
 
 
 def possible(base: Mapping[str, Ints], capped: Sequence[Cap]) -> dict[str, Mask]:
-    """The variants (V_l,) that may be part of a choice that is within all caps."""
+    """(V_l,) True for variants that may be part of a choice within all caps."""
     keep = {name: np.ones(len(these), bool) for name, these in base.items()}
     for costs, most in capped:
         for name, lower in lower_bounds(costs, base).items():

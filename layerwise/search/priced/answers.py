@@ -1,4 +1,4 @@
-"""Answers under a memory limit: the best that fits, the price of memory there, and the least memory of all."""
+"""The answers of a search under a memory limit: what fits, the price of memory, and the least memory of all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from layerwise.search.solve.narrow import SLACK
 
 @dataclass(frozen=True, slots=True)
 class MemoryPrice:
-    """The price of memory: the seconds of a step that a byte less takes, at one instant on one device."""
+    """The price of memory: the seconds that a step takes longer with a byte less, at one instant on one device."""
 
     instant: str
     device: int
@@ -22,11 +22,11 @@ class Within:
     """The answer under a limit."""
 
     limit_bytes: float
-    strategies: tuple[Strategy, ...]  # the best that were found, by equation 1
-    cost_s: float  # of the first: inf where none was found
-    lower_bound_s: float  # of equation 1, of all strategies that fit: inf where it is proven that none does
+    strategies: tuple[Strategy, ...]  # the best found, by equation 1
+    cost_s: float  # of the first one; inf if none was found
+    lower_bound_s: float  # of equation 1, over all strategies that fit; inf if it is proven that none does
     prices: tuple[MemoryPrice, ...]
-    configurations: int  # that were left after bounds
+    configurations: int  # the number left after bounds
 
     @property
     def proven(self) -> bool:
@@ -39,7 +39,7 @@ class Least:
     """The least memory of all strategies."""
 
     best: Strategy
-    bytes: float  # its true peak
+    bytes: float  # its simulated peak
     lower_bound_bytes: float
 
     @property

@@ -1,9 +1,9 @@
-"""Choose: elimination for a price of memory, the second stage of a search under a limit.
+"""Choose: elimination with a price on memory, the second stage of a search under a limit.
 
-With a price on each row that is exceeded the problem is additive, so elimination solves it: a lower bound of the time
-of all that fits, and a choice. The best prices come from the choices met so far (`priced.prices`). What was met is
-looked at in the order of its time. Where rows are within the limit and the simulated peak is not, the rows' limit is
-lowered by what they miss.
+With a price on each row that is exceeded the problem is additive, so elimination solves it. That gives a lower bound of
+the time of all choices that fit, and one more choice. The best prices come from the choices found so far
+(`priced.prices`). Peaks of choices are simulated in the order of their time. If the rows of a choice are within the
+limit and its peak is not, the limit for rows is lowered by the difference.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from layerwise.search.priced.additive import Minimise, Problem
 from layerwise.search.priced.prices import DEAREST, SHARE, Prices, best_prices, least_rows
 from layerwise.search.solve.narrow import SLACK
 
-LOOKS = 4  # of what eliminations have met, those whose peaks are simulated
-GAP = 0.002  # nearer to its bound, it is not made faster
-FEW = 16  # layers
-CASES = (48, 12)  # divided at most: of few layers, of more
-TRIED = 3  # cases of more, which must close a quarter of the gap
-NEAR = (0.005, 0.01)  # of the best: a bound that is nearer is near enough; likewise
-TIGHTER = 6  # rounds with a limit that is lower by what rows are below peaks
-FACTORS = (0.3, 0.5, 0.7, 0.85, 0.95, 1.05, 1.2, 1.5, 2.0, 4.0)  # of the best prices, for other choices
+LOOKS = 4  # the most peaks to simulate of the choices that one search for prices has found
+GAP = 0.002  # a choice within this fraction of its bound is not made faster
+FEW = 16  # a network of at most so many layers has few
+CASES = (48, 12)  # the most cases to divide, with few layers and with more
+TRIED = 3  # with more layers, so many cases must close a quarter of the gap, or no more are divided
+NEAR = (0.005, 0.01)  # gaps that are small enough, with few layers and with more
+TIGHTER = 6  # the most rounds with a lowered limit for rows
+FACTORS = (0.3, 0.5, 0.7, 0.85, 0.95, 1.05, 1.2, 1.5, 2.0, 4.0)  # times the best prices, for other choices
 
 
 class Seen:
     """The choices whose peaks were simulated, and the fastest that fits."""
 
     def __init__(self, problem: Problem, limit: float, exact: Callable[[Choice], float] | None = None) -> None:
-        """exact: seconds of a choice, where the problem's are a lower bound."""
+        """exact: the seconds of a choice, if the problem's are a lower bound."""
         self.problem, self.limit, self.exact = problem, limit, exact or problem.cost
         self.best: Choice | None = None
         self.cost = np.inf
         self.peaks: dict[tuple[int, ...], float] = {}
 
     def peak(self, choice: Choice) -> float:
-        """The simulated peak of a choice, in bytes. What fits and is faster is the best from now on."""
+        """The simulated peak of a choice, in bytes. If it fits and is the fastest so far, it becomes `best`."""
         key = tuple(choice[name] for name in self.problem.base)
         if key not in self.peaks:
             self.peaks[key] = self.problem.peak(choice)
@@ -51,7 +51,7 @@ class Seen:
         return self.peaks[key]
 
     def choose(self, minimise: Minimise, start: Prices | None = None) -> Prices:
-        """Looks for the fastest choice that fits. Returns the best prices: their bound is inf where nothing fits."""
+        """Searches for the fastest choice that fits. Returns the best prices; their bound is inf if nothing fits."""
         best = prices = best_prices(self.problem, self.limit, minimise, start)
         if not any(met.rows.max() <= self.limit for met in prices.met):
             least = least_rows(self.problem, minimise, prices, enough=self.limit)
@@ -68,19 +68,19 @@ class Seen:
         return replace(best, met=prices.met, solved=prices.solved)
 
     def cases(self, prices: Prices, minimise: Minimise) -> float:
-        """A better lower bound: of the cases in which one layer is of its lighter variants, or of its heavier ones.
+        """A better lower bound, by cases: a layer has one of its lighter variants, or one of its heavier ones.
 
-        The least bound of all cases is the bound; the case that has it is divided next, until it is near the best.
+        The least bound of all cases is the bound. The case that has it is divided next, until the gap is small.
         """
         many = len(self.problem.base) > FEW
-        # What a case leaves out costs more than any price makes what does not fit (`prices.DEAREST`).
+        # Variants that a case excludes cost more than any price on memory (`prices.DEAREST`).
         tables = (*self.problem.time.node.values(), *self.problem.time.edge.values())
         most, number = DEAREST**2 * max(sum(float(table.max()) for table in tables), 1e-30), count()
         cases: list[tuple[float, int, Problem, Prices]] = [(prices.bound, next(number), self.problem, prices)]
         start = prices.bound
         for divided in range(CASES[many]):
             if many and divided == TRIED and cases and cases[0][0] - start < (self.cost - start) / 4:
-                break  # the gap is of many layers, of which no few cases tell
+                break  # many layers make up the gap, and a few cases do not close it
             if not cases or cases[0][0] * (1 + NEAR[many]) >= self.cost:
                 break
             bound, _, problem, prices = cases[0]
@@ -89,7 +89,7 @@ class Seen:
                 break
             heapq.heappop(cases)
             name, light = lighter
-            for side in (light, ~light) if light.any() else ():  # none: what was met is all there is, and does not fit
+            for side in (light, ~light) if light.any() else ():  # else only the choices found are left, and none fits
                 own = np.where(side, problem.time.node[name], most)
                 case = replace(problem, time=Costs({**problem.time.node, name: own}, problem.time.edge))
                 begin = Prices(met=[m for m in prices.met if side[m.choice[name]]], solved=dict(prices.solved))
@@ -100,7 +100,7 @@ class Seen:
         return min(cases[0][0] if cases else np.inf, self.cost)
 
     def _lighter(self, problem: Problem, prices: Prices) -> tuple[str, Mask] | None:
-        """The layer in which the choices of the mixture differ most in what their bytes cost: its lighter variants."""
+        """The layer whose bytes cost the most different amounts in the mixture, and its lighter variants."""
         if not prices.price or not prices.met:
             return None
         shares, charge = prices.mixture(self.limit), prices.charge(problem)
@@ -116,7 +116,7 @@ class Seen:
         return found
 
     def _another(self, problem: Problem, prices: Prices, most: float) -> tuple[str, Mask] | None:
-        """Where rows cannot tell that what was met does not fit: a layer, and its variant there."""
+        """If the fastest choice does not fit, but its rows do: the layer with most variants, and the chosen one."""
         choice = min(prices.met, key=lambda m: m.cost).choice
         if self.peak(choice) <= self.limit:
             return None
@@ -126,7 +126,7 @@ class Seen:
         return name, alone if sizes[name] > 1 else np.zeros_like(alone)
 
     def others(self, prices: Prices, minimise: Minimise) -> list[Choice]:
-        """What eliminations met, and the cheapest choices at prices around the best; those that may fit are seen."""
+        """The choices found, and the cheapest ones at other prices. Peaks of those that may fit are simulated."""
         found = [met.choice for met in prices.met]
         for factor in FACTORS if prices.price else ():
             paid = weighted_sum([1.0, factor], [self.problem.time, prices.charge(self.problem)])
@@ -137,7 +137,7 @@ class Seen:
         return found
 
     def _look(self, prices: Prices, target: float) -> float:
-        """Simulates peaks until one fits. Returns the limit less what the first one's rows miss; inf where it fits."""
+        """Simulates peaks until one fits. Returns the limit, lowered by what rows are below peaks; inf if none was."""
         fitting = sorted((met for met in prices.met if met.rows.max() <= target), key=lambda met: met.cost)
         lower = np.inf
         for met in fitting[:LOOKS]:

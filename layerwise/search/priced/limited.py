@@ -1,9 +1,9 @@
-"""The search under a memory limit: cells, recomputation and states of every layer, so that a step fits.
+"""The search under a memory limit: it chooses cells, recomputation and states of every layer such that a step fits.
 
-Equation 1 is minimised over the strategies whose simulated peak (`cost.memory.step`) is at most the limit, in three
-stages: tables of seconds and bytes, elimination for a price of memory (`choose`), and moves (`moves`). First over a few
-cells that are known, whose answer leaves out most others; then over the rest, by messages; then with tables of exact
-transfers, by elimination.
+Equation 1 is minimised over the strategies whose simulated peak (`cost.memory.step`) is at most the limit. There are
+three stages: tables of seconds and bytes, elimination with a price on memory (`choose`), and moves (`moves`). They run
+three times: over the few cells of known strategies, whose answer excludes many others; over the rest, with messages in
+place of elimination; and over what is left, with exact transfers and elimination.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from layerwise.cost.additive import Choice, Costs
 from layerwise.cost.memory.rows import ByteRows, byte_rows, is_view
 from layerwise.cost.memory.step import fullest_bytes
 from layerwise.cost.model import Configs, CostModel, EdgeName, Progress
+from layerwise.cost.terms import LAYER_TERMS
 from layerwise.geometry.arrays import Floats, Ints, Mask
+from layerwise.graph.layer import Layer
 from layerwise.search.priced.additive import (
     Minimise,
     Problem,
@@ -33,15 +35,18 @@ from layerwise.search.priced.answers import Least, MemoryPrice, Within
 from layerwise.search.priced.choose import GAP, LOOKS, Seen
 from layerwise.search.priced.moves import PEAKS, STARTS, Moves, lightest
 from layerwise.search.priced.prices import Prices, least_rows
+from layerwise.search.priced.undo import without_vain_forms
 from layerwise.search.priced.variants import OFFERS, Forms, Strategy, Variants
 from layerwise.search.solve.eliminate import sums_of
-from layerwise.search.solve.narrow import PAYS, SLACK, exact_costs, node_costs, rough_tables
+from layerwise.search.solve.narrow import PAYS, SLACK, node_costs, restrict, rough_tables
 
-Met = tuple[Sequence[Strategy], Sequence[int]]  # what was met, and the rows that were looked at
-WORK = 5e6  # sums of an elimination
-CLOSE = 0.005  # of a bound: what is nearer needs no better one
-NEAR = 0.002  # of a bound: what is nearer is looked at, whatever elimination takes
-FEW = 8  # peaks that are simulated where it is proven that nothing fits
+Met = tuple[
+    Sequence[Strategy], Sequence[int]
+]  # strategies that eliminations have found, and rows that may have a price
+WORK = 5e6  # the most sums of one elimination
+CLOSE = 0.005  # a gap, as a fraction of the bound, that need not become smaller
+NEAR = 0.002  # strategies within this fraction of the bound are searched, whatever elimination takes
+FEW = 8  # the number of peaks to simulate if it is proven that nothing fits
 
 
 def fastest_within(
@@ -53,10 +58,10 @@ def fastest_within(
     known_s: tuple[float, float] = (-np.inf, np.inf),
     start: Prices | None = None,
 ) -> tuple[Seen, Prices, float]:
-    """Looks for the fastest choice whose peak is within `limit` bytes: what was seen, the prices, a bound of all.
+    """Searches for the fastest choice that fits into `limit` bytes. Returns what was seen, the prices, and a bound.
 
-    kinds: of each layer, equal for equal layers. known: choices to begin with. known_s: a bound of all that fit, and
-    seconds that all take at least that are not in the problem. start: see `best_prices`.
+    kinds: a key of each layer, equal for equal layers. known: choices to begin with. known_s: a lower bound of all that
+    fit, and one of all choices that are not in the problem. start: see `best_prices`.
     """
     seen = Seen(problem, limit)
     for choice in known:
@@ -82,7 +87,7 @@ class _Tables:
     rows: ByteRows
 
     def restrict(self, keep: Mapping[str, Mask]) -> _Tables:
-        """The tables of the variants that are kept."""
+        """The tables of the kept variants."""
         few, bases = self.space.restrict(keep), dict[str, Ints]()
         for name, these in few.bases.items():
             place = {config: i for i, config in enumerate(self.space.bases[name])}
@@ -92,7 +97,7 @@ class _Tables:
 
 @dataclass(frozen=True, slots=True)
 class _Left:
-    """What is left of a space, the best that was seen of it, the prices, and seconds that all take that fit."""
+    """What is left of a space, the best choice seen in it, the prices, and a lower bound of all that fit."""
 
     tables: _Tables
     seen: Seen
@@ -106,18 +111,19 @@ class _Left:
 
     @property
     def met(self) -> Met:
-        """The strategies that were met, and the rows that were looked at."""
+        """The strategies that eliminations have found, and the rows whose tables they used."""
         return [self.space.strategy(met.choice) for met in self.prices.met], list(self.prices.solved)
 
     @property
     def fitting(self) -> list[Strategy]:
-        """The best that was seen, if one fits."""
+        """The fastest strategy seen, if one fits."""
         return [] if self.seen.best is None else [self.space.strategy(self.seen.best)]
 
     def promising(self, edges: Sequence[tuple[str, str]], work: float = np.inf) -> tuple[dict[str, Mask], float]:
-        """The variants of all choices that fit and take less than so many seconds, and the best; and these seconds.
+        """The variants that a choice may have that fits and takes less than a number of seconds; and this number.
 
-        As many seconds as what is in hand takes; so many fewer that elimination forms at most `work` sums.
+        It is the time of the best choice seen, or less, such that elimination forms at most `work` sums. The best
+        choice's variants are always kept.
         """
         seen, bound, base = self.seen, self.prices.bound, self.space.base
         fits, lower = possible(base, self.prices.capped(seen.limit)), self.prices.least_s(seen.problem, seen.limit)
@@ -137,8 +143,8 @@ class _Left:
 class LimitedSearch:
     """Searches of one model under any limits.
 
-    cells: the configurations of every layer. offer: of OFFERS, what may save memory, but of layers that are `fixed`.
-    memory_bytes: of a search table.
+    cells: the configurations of every layer. offer: the ways in OFFERS that may save memory, except for `fixed` layers.
+    memory_bytes: the size of a search table.
     """
 
     def __init__(
@@ -164,27 +170,28 @@ class LimitedSearch:
         hand = next(iter(begun.fitting), None)
         if hand is None and self._bytes_alone[2].bound > limit * SLACK:
             return Within(limit, (), np.inf, np.inf, (), 0)
-        space = Variants.of(self._cells_within(np.inf if hand is None else self.cost(hand)), self.forms)
+        space = Variants.of(self.cells if hand is None else self._cells_within(self.model.step_s(hand)), self.forms)
         tables = self._tables(space, rough_tables(self.model, space.bases, self.progress).transfer)
         left = self._left(limit, tables, hand, begun.met)
         if left.prices.bound == np.inf:
             return Within(limit, tuple(left.fitting), left.seen.cost, left.seen.cost, (), 0)
         lower_s = left.lower_s
         while True:
-            within = self._exactly(limit, left, lower_s)
+            within, below = self._exactly(limit, left, lower_s)
             if not within.strategies or within.lower_bound_s * (1 + CLOSE) >= within.cost_s:
                 return within
-            gained = within.cost_s < left.seen.cost * (1 - GAP)
+            # If all that was promising was searched, it is not searched again for the sake of a faster strategy.
+            gained = below < left.seen.cost and within.cost_s < left.seen.cost * (1 - GAP)
             left = self._left(limit, left.tables, within.strategies[0], left.met)
             lower_s = min(max(within.lower_bound_s, left.lower_s), within.cost_s)
             if not gained or left.prices.bound == np.inf:
                 return replace(within, lower_bound_s=lower_s)
 
     def _left(self, limit: float, tables: _Tables, hand: Strategy | None, met: Met) -> _Left:
-        """The variants that a choice can have that fits and is faster than what is in hand.
+        """The variants of the choices that fit and are faster than the strategy `hand`.
 
-        What goes makes the bound of what is left larger, so more may go. tables: with transfers that may be
-        bounds. met: to begin with.
+        Dropping variants raises the bounds of the others, so it repeats. tables: their transfers may be lower bounds.
+        met: what to begin with.
         """
         lower_s, (strategies, rows) = -np.inf, met
         while True:
@@ -206,10 +213,13 @@ class LimitedSearch:
             tables, (strategies, rows) = tables.restrict(keep), left.met
 
     def _cost_of(self, space: Variants, choice: Choice) -> float:
-        return self.cost(space.strategy(choice))
+        return self.model.step_s(space.strategy(choice))
 
-    def _exactly(self, limit: float, left: _Left, lower_s: float) -> Within:
-        """The answer of what is promising, with transfers as they are. lower_s: seconds that all take that fit."""
+    def _exactly(self, limit: float, left: _Left, lower_s: float) -> tuple[Within, float]:
+        """The answer over the promising variants, with exact transfers, and a lower bound of all other choices.
+
+        lower_s: a lower bound of all that fit.
+        """
         keep, below = left.promising(self.edges, WORK)
         few = left.tables.restrict(keep)
         space, transfer = few.space, self.model.tables(few.space.bases, self.progress).transfer
@@ -219,17 +229,20 @@ class LimitedSearch:
         met, looked_at = left.met
         start = Prices.warm(problem, space.choices(met), looked_at)
         seen, prices, bound = fastest_within(problem, limit, self.minimise, kinds, begin, known_s, start)
-        found = ([] if seen.best is None else [self._plain(limit, space.strategy(seen.best))]) + left.fitting
-        strategies = sorted({tuple(s.values()): s for s in found}.values(), key=self.cost)
-        cost, price = min(map(self.cost, strategies), default=np.inf), prices.price
+        found = left.fitting
+        if seen.best is not None:
+            found = [without_vain_forms(self.model, space.strategy(seen.best), self.forms.fixed, limit), *found]
+        strategies = sorted({tuple(s.values()): s for s in found}.values(), key=self.model.step_s)
+        cost, price = min(map(self.model.step_s, strategies), default=np.inf), prices.price
         dearest = sorted(price.items(), key=lambda row: -row[1])
         told = tuple(MemoryPrice(few.rows.instants[row], 0, seconds) for row, seconds in dearest)
-        return Within(limit, tuple(strategies), cost, min(cost, bound), told, sum(map(len, space.configs.values())))
+        count = sum(map(len, space.configs.values()))
+        return Within(limit, tuple(strategies), cost, min(cost, bound), told, count), below
 
     def least(self, known: Sequence[Strategy], wanted: float = 0.0) -> Least:
         """The least memory of all strategies. known: strategies over `cells` to begin with.
 
-        wanted: bytes at which it ends; where it is proven that none needs so few, it is not looked for closely.
+        wanted: bytes at which it ends. If it is proven that no strategy needs so few, it looks less closely.
         """
         tables, problem, game = self._bytes_alone
         space = tables.space
@@ -250,7 +263,7 @@ class LimitedSearch:
 
     @cached_property
     def _bytes_alone(self) -> tuple[_Tables, Problem, Prices]:
-        """All variants, the problem in which time does not matter, and a bound of the least memory."""
+        """All variants, the problem without time, and a lower bound of the least memory."""
         space = Variants.of(self.cells, self.forms)
         nothing = {name: np.zeros(len(configs)) for name, configs in space.configs.items()}
         edges = {e: np.zeros((len(space.bases[e[0]]), len(space.bases[e[1]]))) for e in self.model.graph.edges()}
@@ -259,18 +272,10 @@ class LimitedSearch:
         return tables, problem, least_rows(problem, by_messages)
 
     def formed(self, strategy: Strategy) -> list[Strategy]:
-        """The strategy in each form that is offered, on all layers for which it means anything."""
+        """The strategy in each form that is offered, on all layers that can have it."""
         forms = self.forms
         every = [{name: forms.of_layer(name, c, form) for name, c in strategy.items()} for form in forms.offered]
         return list({tuple(strategy.values()): strategy for strategy in every}.values())
-
-    def peak(self, strategy: Strategy) -> float:
-        """Bytes of the fullest device."""
-        return fullest_bytes(self.model, strategy)
-
-    def cost(self, strategy: Strategy) -> float:
-        """Equation 1."""
-        return self.model.once(("equation 1", *strategy.values()), lambda: sum(exact_costs(self.model, [strategy])[0]))
 
     def _tables(self, space: Variants, transfer: Mapping[EdgeName, Floats]) -> _Tables:
         time = Costs(node_costs(self.model, space.configs), transfer)
@@ -278,41 +283,22 @@ class LimitedSearch:
 
     def _problem(self, tables: _Tables) -> Problem:
         space, node, transfer = tables.space, tables.time.node, dict(tables.time.edge)
-        for u, v in self._views:  # a view alone is recomputed in vain, which rows cannot tell
+        for u, v in self._views:  # recomputing a view alone is in vain, but rows do not show that
             again = [np.array([config.recompute for config in space.bases[name]], np.bool_) for name in (u, v)]
             dear = sum(float(cost.max()) for cost in node.values())
             transfer[u, v, 0] = transfer[u, v, 0] + dear * (~again[0][:, None] & again[1][None])
 
         def peak(choice: dict[str, int]) -> float:
-            return self.peak(space.strategy(choice))
+            return fullest_bytes(self.model, space.strategy(choice))
 
         return Problem(Costs(node, transfer), space.base, tables.rows.row, tables.rows.rows, peak)
 
     def _kinds(self, space: Variants) -> dict[str, object]:
-        """Of each layer a key, equal for equal layers of equal variants."""
+        """A key of each layer, equal for equal layers with equal variants."""
         return {n: (self.model.kind(self.model.graph[n]), configs) for n, configs in space.configs.items()}
 
-    def _plain(self, limit: float, strategy: Strategy) -> Strategy:
-        """The strategy without forms that save memory in vain: of equal layers together, where that takes no longer."""
-        groups = dict[tuple[int, Config], list[str]]()
-        for name, config in strategy.items():
-            if name not in self.forms.fixed:
-                groups.setdefault((self.model.kind(self.model.graph[name]), config), []).append(name)
-        for (_, config), names in groups.items():
-            recompute, states = config.recompute, config.states
-            for plain in (
-                config.cells,
-                config.saving(recompute=False, states=states),
-                config.saving(recompute=recompute, states="replicated"),
-            ):
-                other = {**strategy, **dict.fromkeys(names, plain)}
-                if plain != config and self.cost(other) <= self.cost(strategy) * SLACK and self.peak(other) <= limit:
-                    strategy = other
-                    break
-        return strategy
-
     def _begun(self, limit: float, known: Sequence[Strategy]) -> _Left:
-        """A fast strategy that fits, of the cells of those that are known, in whatever forms, if there is one."""
+        """Searches the cells of known strategies, in all forms, for a fast strategy that fits."""
         kept = self.forms.fixed
         cells = {n: tuple(dict.fromkeys(s[n] if n in kept else s[n].cells for s in known)) for n in self.cells}
         space = Variants.of(cells, self.forms)
@@ -329,20 +315,24 @@ class LimitedSearch:
         return _Left(tables, seen, prices, -np.inf)
 
     def _cells_within(self, upper: float) -> Configs:
-        """The cells that a strategy of at most this cost can have, in whatever form."""
-        cells: Configs = self.cells
-        kept = tuple(form for form in self.forms.offered if not form[0])  # to be recomputed costs more
-        forms = replace(self.forms, offered=kept)
-        for watched in ((0,), None) if np.isfinite(upper) else ():  # as in `narrow`
-            model, progress, own = self.model, self.progress, dict[str, Floats]()
-            for name, these in cells.items():
-                formed = forms.of_layers(name, these)
-                cost = model.node_cost(model.graph[name], tuple(formed)).total
-                own[name] = least_by_base(cost, np.array(list(formed.values())))[0]
-            tables = model.tables(cells, progress, watched) if watched else rough_tables(model, cells, progress)
-            lower = lower_bounds(Costs(own, tables.transfer), {name: np.arange(len(c)) for name, c in cells.items()})
-            cells = {
-                name: tuple(c for c, least in zip(these, lower[name].tolist(), strict=True) if least <= upper * SLACK)
-                for name, these in cells.items()
-            }
-        return cells
+        """The cells that a strategy of at most `upper` seconds can have, in any form."""
+        tables = self.model.tables(self.cells, self.progress, (0,))  # as in `narrow`
+        # First without what forms change, so that few cells are priced in all of them.
+        for seconds in (self._least_s, self._formed_s):
+            own = {name: seconds(self.model.graph[name], these) for name, these in tables.configs.items()}
+            base = {name: np.arange(len(these)) for name, these in tables.configs.items()}
+            lower = lower_bounds(Costs(own, tables.transfer), base)
+            tables = restrict(tables, {name: least <= upper * SLACK for name, least in lower.items()})
+        return tables.configs
+
+    def _least_s(self, layer: Layer, cells: tuple[Config, ...]) -> Floats:
+        """(C,) seconds that a layer takes in any form: without its update, and without sums and gathers of states."""
+        cost = self.model.node_cost(layer, cells)
+        return cost.total - cost.compute.update - sum(cost.seconds[term.name] for term in LAYER_TERMS if term.by_states)
+
+    def _formed_s(self, layer: Layer, cells: tuple[Config, ...]) -> Floats:
+        """(C,) the seconds of a layer in its fastest form; recomputation only adds to them."""
+        forms = replace(self.forms, offered=tuple(form for form in self.forms.offered if not form[0]))
+        formed = forms.of_layers(layer.name, cells)
+        cost = self.model.node_cost(layer, tuple(formed)).total
+        return least_by_base(cost, np.array(list(formed.values())))[0]

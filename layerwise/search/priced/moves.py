@@ -1,7 +1,7 @@
-"""Moves: the last stage of a search under a limit. What was chosen is made faster, as long as its simulated peak fits.
+"""Moves: the last stage of a search under a limit. They make a choice faster, as long as its simulated peak fits.
 
-A move is a layer to another variant, equal layers to another together, what another choice has otherwise (each
-connected part of that), or two of these together. Those of the most time gained come first; rows say which can fit.
+A move changes the variant of one layer or of several equal layers, or takes over a connected part in which another
+choice differs, or is two of these together. Moves that gain most time come first. Rows exclude moves that cannot fit.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from layerwise.geometry.arrays import Floats, Ints
 from layerwise.search.priced.additive import Problem, least_by_base
 from layerwise.search.priced.choose import GAP, Seen
 
-Move = tuple[float, Choice]  # what it changes in seconds, and the new variants
-STARTS = 4  # choices from which moves are made
-FAR = 1.05  # of the best: a start that is further away is left alone
-PEAKS = 100  # that moves from a start may simulate
-MISSED = 0.02  # of the limit: rows that are within it, less that, are simulated
-MISSES = 12  # of these, one after the other that are too much: of moves, and of pairs
-TOP = 32  # moves that are faster of which pairs are made
-LEAST = 1e-9  # of the time: what gains less gains nothing
-REPAIRS = 40  # moves that make a choice fit
-SHARE = 0.02  # of what does not fit: a move that frees less is none
-LIGHTER = 128  # moves that lower the fullest row most, of which all rows are looked at
+Move = tuple[float, Choice]  # the seconds that it adds, and the new variants
+STARTS = 4  # the most choices from which moves start
+FAR = 1.05  # starts that take more than so many times the best are skipped
+PEAKS = 100  # the most peaks to simulate from one start
+MISSED = 0.02  # rows are taken to be at most this fraction of the limit below the peak
+MISSES = 12  # so many moves that do not fit end a round, of single moves and of pairs
+TOP = 32  # the number of faster moves to make pairs of
+LEAST = 1e-9  # the least gain, as a fraction of the time
+REPAIRS = 40  # the most moves to make a choice fit
+SHARE = 0.02  # a repair frees at least this fraction of what does not fit
+LIGHTER = 128  # of so many moves that lower the fullest row most, all rows are computed
 
 
 class _Moved(NamedTuple):
-    """Moves of the same layers: n that move all of them to variants of the same numbers, or one."""
+    """n moves of the same layers."""
 
     names: Sequence[str]
-    to: Sequence[Ints]  # (n,) of each
-    seconds: Floats  # (n,) that a move adds
-    bytes_: Floats  # (n,) and to the fullest row
+    to: Sequence[Ints]  # for each layer, (n,) its new variants
+    seconds: Floats  # (n,) added to the step
+    bytes_: Floats  # (n,) added to the fullest row
 
     def move(self, i: int) -> Choice:
         return {name: int(variants[i]) for name, variants in zip(self.names, self.to, strict=True)}
@@ -45,7 +45,7 @@ class _Moved(NamedTuple):
 class Moves:
     """Moves between the choices of a problem.
 
-    kinds: of each layer, equal for equal layers. others: choices to begin with, beside the best that was seen.
+    kinds: a key of each layer, equal for equal layers. others: choices to begin with, beside the best one seen.
     """
 
     def __init__(self, seen: Seen, kinds: Mapping[str, object], others: Sequence[Choice]) -> None:
@@ -54,11 +54,11 @@ class Moves:
         self.edges = edges_of(self.problem.base, self.problem.time.edge)
 
     def repair(self, mixed: Sequence[Choice]) -> None:
-        """Moves choices that fit on average only until they fit; from there moves begin, too."""
+        """Moves choices that do not fit until they fit. Later moves begin there, too."""
         self.others += [choice for choice in map(self._repaired, mixed) if choice is not None]
 
     def improve(self, lower: float) -> None:
-        """Makes the best faster, until it is near the lower bound, no move helps, or peaks are used up."""
+        """Makes the best choice faster, until it is near the lower bound, no move helps, or PEAKS were simulated."""
         seen, cost = self.seen, self.problem.cost
         near = [choice for choice in self.others if cost(choice) < FAR * seen.cost]
         starts = {tuple(choice.values()): choice for choice in (seen.best, *near) if choice is not None}
@@ -70,7 +70,7 @@ class Moves:
                 choice, better = better, self._better(better)
 
     def _better(self, choice: Choice) -> Choice | None:
-        """What moves, or two together, make faster: those that do not touch each other at once."""
+        """A faster choice that fits, by moves or pairs of them; those that are no neighbours are made at once."""
         seen, rows, least = self.seen, self.problem.rows(choice), LEAST * self.problem.cost(choice)
         fullest, row = float(rows.max()), self.problem.row(int(rows.argmax()))
         missed = min(seen.peak(choice) - fullest, MISSED * seen.limit)
@@ -93,7 +93,7 @@ class Moves:
         return None
 
     def _repaired(self, choice: Choice) -> Choice | None:
-        """A choice, moved until it fits: by what frees most of its fullest row for the seconds that it adds."""
+        """The choice, moved until it fits, or None. Each move frees the most bytes of the fullest row a second."""
         missed = 0.0
         for _ in range(REPAIRS):
             rows = self.problem.rows(choice)
@@ -118,7 +118,7 @@ class Moves:
         return None
 
     def _moves(self, choice: Choice, row: Costs) -> Iterator[_Moved]:
-        """Moves of one layer, of equal layers together, and to parts of other choices."""
+        """All moves: of one layer, of equal layers together, and to parts of other choices."""
         base = self.problem.base
         seconds, bytes_ = (costs.beside(choice, base) for costs in (self.problem.time, row))
         for name, now in choice.items():
@@ -133,7 +133,7 @@ class Moves:
             yield _Moved(list(move), list(move.values()), *changes)
 
     def _faster(self, moved: Sequence[_Moved], most: float, room: float) -> Iterator[Move]:
-        """Moves that gain, the fastest first, of which the fullest row has room. most: seconds that each may add."""
+        """Moves that add less than `most` seconds and at most `room` bytes to the fullest row, the fastest first."""
         yield from _sorted(moved, lambda m: np.where((m.seconds < most) & (m.bytes_ <= room), m.seconds, np.inf))
 
     def _equal(self, choice: Choice) -> list[list[str]]:
@@ -157,7 +157,7 @@ class Moves:
                 yield {name: other[name] for name in part}
 
     def _pairs(self, choice: Choice, row: Costs, moved: Sequence[_Moved]) -> Iterator[Move]:
-        """What is faster and needs more, with what is slower and needs less, the best first."""
+        """Pairs of a move that is faster and needs more memory, and one that needs less, the best first."""
         room = self.seen.limit - self.seen.peak(choice)
         faster = list(islice(self._faster(moved, 0.0, np.inf), TOP))
         if not faster:
@@ -187,7 +187,7 @@ class Moves:
 
 
 def _sorted(moved: Sequence[_Moved], worth: Callable[[_Moved], Floats]) -> Iterator[Move]:
-    """Moves of finite worth, the least first, with the seconds that they add."""
+    """Moves of finite worth, in ascending order, with the seconds that they add."""
     found = [worth(m) for m in moved]
     every, ends = np.concatenate(found), np.cumsum([len(these) for these in found])
     finite = np.flatnonzero(np.isfinite(every))
@@ -200,10 +200,10 @@ def _sorted(moved: Sequence[_Moved], worth: Callable[[_Moved], Floats]) -> Itera
 def lightest(
     problem: Problem, begin: Sequence[Choice], enough: float = 0.0, peaks: int = PEAKS
 ) -> tuple[Choice, float]:
-    """The choice of the least simulated peak that moves come to, of one layer and of two neighbours, and that peak.
+    """The choice of the least simulated peak that moves of one layer and of two neighbours reach, and that peak.
 
-    begin: choices, of which those of the least peaks are begun with. enough: bytes at which it ends.
-    peaks: that are simulated from each start.
+    begin: choices; moves start at those with the least peaks. enough: bytes at which it ends. peaks: the number of
+    peaks to simulate from each start.
     """
     starts = sorted({tuple(c.values()): c for c in begin}.values(), key=problem.peak)[:STARTS]
     found = [_lightened(problem, start, enough, peaks) for start in starts[: 1 + peaks // PEAKS * STARTS]]
@@ -226,7 +226,7 @@ def _lightened(problem: Problem, best: Choice, enough: float, left: int) -> tupl
 
 
 def _lighter(problem: Problem, choice: Choice, size: float) -> Iterator[Choice]:
-    """Moves of which all rows are below a peak: of one layer, then of two neighbours; those of the least rows first."""
+    """Moves after which all rows are below a peak: of one layer, then of two neighbours. The least rows come first."""
     row, base = problem.row(int(problem.rows(choice).argmax())), problem.base
     own = {name: table - table[choice[name]] for name, table in row.beside(choice, base).items()}
     ones = [

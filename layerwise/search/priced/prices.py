@@ -1,9 +1,9 @@
-"""The best prices: what a byte costs at the instants that can be the fullest.
+"""The best prices of a byte at the instants that may be the fullest.
 
-With a price on memory the problem is additive again, and elimination solves it: Lagrangian relaxation. The best prices
-are found as Dantzig and Wolfe (Oper. Res. 8(1), 1960) do: the choices met so far are mixed so that they fit on average
-in the least time, a linear program whose dual prices are the next prices. It starts without any row, and takes in
-what the mixture exceeds.
+With a price on memory the problem is additive again, so elimination solves it: this is Lagrangian relaxation. The best
+prices are found as by Dantzig and Wolfe (Oper. Res. 8(1), 1960). A linear program mixes the choices found so far such
+that they fit on average in the least time, and its dual prices are the next prices. It begins without rows, and adds
+those that the mixture exceeds.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from layerwise.cost.additive import Choice, Costs, weighted_sum
 from layerwise.geometry.arrays import Floats
 from layerwise.search.priced.additive import Cap, Minimise, Problem, lower_bounds
 
-ROUNDS = 60  # of elimination
-SHARE = 1e-6  # less of a mixture is rounding
-CLOSE = 1e-6  # of the bound: nearer to the best, it is the best
-Mixture = tuple[Floats, Floats, float]  # shares of choices, prices of rows, and what the mixture takes
-DEAREST = 1e3  # the most that any choice is beyond the limit costs at most that many times the unconstrained step
+ROUNDS = 60  # the most eliminations
+SHARE = 1e-6  # smaller shares of a mixture are rounding errors
+CLOSE = 1e-6  # bounds that differ by less, as a fraction, are equal
+Mixture = tuple[Floats, Floats, float]  # shares of choices, prices of rows, and the seconds or bytes of the mixture
+DEAREST = 1e3  # exceeding the limit by the most of any choice costs at most so many unconstrained steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,48 +35,48 @@ class Met:
 
 @dataclass
 class Prices:
-    """Prices of rows, and what they prove."""
+    """Prices of rows, and the bound that they prove."""
 
-    price: dict[int, float] = field(default_factory=dict)  # by row, a second a byte (of `least_rows`: a share)
-    bound: float = -np.inf  # no choice that fits takes less
-    met: list[Met] = field(default_factory=list)
-    solved: dict[int, Costs] = field(default_factory=dict)  # the tables of the rows that were looked at
+    price: dict[int, float] = field(default_factory=dict)  # by row, in seconds a byte; for `least_rows` a share
+    bound: float = -np.inf  # no choice that fits takes less time
+    met: list[Met] = field(default_factory=list)  # what eliminations have found
+    solved: dict[int, Costs] = field(default_factory=dict)  # the tables of rows that may have a price
 
     @staticmethod
     def begun(start: Prices | None) -> Prices:
-        """Prices without prices, with what `start` has met and looked at."""
+        """An object without prices that begins with the choices and rows of `start`."""
         return Prices() if start is None else Prices(met=list(start.met), solved=dict(start.solved))
 
     @staticmethod
     def warm(problem: Problem, choices: Sequence[Choice], rows: Iterable[int]) -> Prices:
-        """Prices without prices that begin with these choices, and these rows."""
+        """An object without prices that begins with these choices and rows."""
         met = [_known(problem, choice) for choice in choices]
         return Prices(met=met, solved={row: problem.row(row) for row in rows})
 
     def lightest(self, count: int) -> list[Met]:
-        """Returns, of the choices that were met, those whose fullest rows have the fewest bytes."""
+        """The choices found whose fullest rows have the fewest bytes."""
         return sorted(self.met, key=lambda met: float(met.rows.max()))[:count]
 
     def taken(self, rows: Sequence[int]) -> Floats:
-        """(rows, choices) bytes."""
+        """(rows, choices) bytes of the choices found in these rows."""
         return np.stack([met.rows for met in self.met])[:, rows].T
 
     def charge(self, problem: Problem) -> Costs:
-        """The cost of the bytes of all rows together."""
+        """The bytes of all rows, each times its price, as one cost."""
         return weighted_sum([0.0, *self.price.values()], [problem.time, *(self.solved[row] for row in self.price)])
 
     def mixture(self, limit: float) -> Floats:
-        """(choices,) the shares of what was met in the mixture that fits on average and takes the least."""
+        """(choices,) the share of each choice in the mixture that fits on average and takes the least time."""
         return _fit_on_average(self.met, self.taken(list(self.price)), limit, max(self.met[0].cost, 1e-30))[0]
 
     def exceeding(self, limit: float) -> list[Choice]:
-        """Of what was met, what is in the mixture and does not fit, that of the largest share first."""
+        """The choices in the mixture that do not fit, that of the largest share first."""
         shares = self.mixture(limit) if self.price and self.met else np.zeros(0)
         order = [i for i in np.argsort(-shares).tolist() if shares[i] > SHARE]
         return [self.met[i].choice for i in order if self.met[i].rows.max() > limit]
 
     def least_s(self, problem: Problem, limit: float) -> dict[str, Floats]:
-        """(V_l,) seconds that every choice within the limit takes at least that contains a variant."""
+        """(V_l,) for each variant, a lower bound of the seconds of all choices within the limit that have it."""
         rows = [self.solved[row] for row in self.price]
         paid = weighted_sum([1.0, *self.price.values()], [problem.time, *rows])
         charged, alone = sum(self.price.values()) * limit, lower_bounds(problem.time, problem.base)
@@ -84,11 +84,11 @@ class Prices:
         return {name: np.maximum(least - charged, alone[name]) for name, least in lower.items()}
 
     def capped(self, limit: float) -> list[Cap]:
-        """The rows, none of which may have more bytes than the limit."""
+        """The rows with a price, each of which must be within the limit."""
         return [(self.solved[row], limit) for row in self.price]
 
     def mixed(self, most: float) -> list[Cap]:
-        """The mean of the rows by their shares, and each of them. All are bytes, and bounds of the fullest row."""
+        """The mean of the rows by their shares, and each row. None of them is above the fullest row."""
         rows = [self.solved[row] for row in self.price]
         mean = weighted_sum(list(self.price.values()), rows)
         return [(row, most) for row in (mean, *rows)]
@@ -97,12 +97,12 @@ class Prices:
 def best_prices(problem: Problem, limit: float, minimise: Minimise, start: Prices | None = None) -> Prices:
     """Prices that make the bound of the least time within `limit` bytes as large as it gets.
 
-    start: what was met with other limits.
+    start: choices and rows from a search with another limit.
     """
     best = Prices.begun(start)
     active = sorted(best.solved)
     price: dict[int, float] = {}
-    value, solved = np.inf, False  # of the mixture that the prices are from: what was met allows no better bound
+    value, solved = np.inf, False  # of the last mixture; whether its prices are the best over the active rows
 
     def mix(taken: Floats) -> Mixture:
         return _fit_on_average(best.met, taken, limit, max(best.met[0].cost, 1e-30))
@@ -131,10 +131,10 @@ def _next(
     solved: bool,
     limit: float | None = None,
 ) -> tuple[dict[int, float], float] | None:
-    """The prices of the best mixture of what was met, and its value; None where the bound is as good as it gets.
+    """The prices of the best mixture of the choices found, and its value; None if the bound cannot become better.
 
-    Rows that a mixture exceeds become `active`. mix: the mixture by the bytes of active rows. solved: whether its
-    prices over these are the best. limit: bytes that no row of a mixture may exceed; None: the value itself.
+    Rows that a mixture exceeds become `active`. mix: makes the mixture from the bytes of active rows. solved: whether
+    its prices over these rows are the best. limit: bytes that no row of a mixture may exceed; None: its own value.
     """
     while True:
         best.solved |= {row: problem.row(row) for row in active if row not in best.solved}
@@ -156,10 +156,9 @@ def _known(problem: Problem, choice: Choice) -> Met:
 
 
 def _fit_on_average(met: list[Met], taken: Floats, limit: float, scale: float) -> Mixture:
-    """The mixture of choices that fits on average and takes the least: shares, prices of rows, and the time.
+    """The mixture of choices that fits on average and takes the least time: shares, prices of rows, and the time.
 
-    taken: (rows, choices) bytes.
-    What does not fit is paid for at the dearest price.
+    Bytes above the limit are paid for at the highest price. taken: (rows, choices) bytes.
     """
     cost = np.array([m.cost for m in met]) / scale
     over = taken - limit
@@ -183,10 +182,10 @@ def least_rows(
     enough: float = 0.0,
     rounds: int = ROUNDS,
 ) -> Prices:
-    """Shares of rows, that add up to 1, and the bound that they prove: no choice's peak is below so many bytes.
+    """Shares of rows, which add up to 1, and the bound that they prove: no choice's peak is below so many bytes.
 
-    A matrix game: one mixes choices, the other rows. It ends early where a choice is met whose rows are at most
-    `enough`.
+    This is a matrix game: one player mixes choices, the other rows. It ends early if a choice is found whose rows are
+    at most `enough`.
     """
     best = Prices.begun(start)
     if not best.met:
@@ -210,7 +209,7 @@ def least_rows(
 
 
 def _fullest_on_average(taken: Floats) -> Mixture:
-    """The mixture of choices whose fullest row is the least: shares of choices, shares of rows, and the bytes.
+    """The mixture of choices whose fullest row has the fewest bytes: shares of choices, shares of rows, and the bytes.
 
     taken: (rows, choices) bytes.
     """
@@ -229,8 +228,8 @@ def _fullest_on_average(taken: Floats) -> Mixture:
     return solution[:count], shares / max(shares.sum(), 1e-30), float(solution[count]) * scale
 
 
-STEPS = 500  # a bound: some hundreds of columns over some ten rows take tens
-QUICK = 50  # steps by the steepest column, which is quicker, but may go round in circles
+STEPS = 500  # the most steps; some hundred columns over some ten rows take tens
+QUICK = 50  # the first steps take the steepest column, which is quicker, but may cycle
 TOLERANCE = 1e-10
 
 
@@ -251,7 +250,7 @@ def simplex(cost: Floats, matrix: Floats, right: Floats, basis: Sequence[int]) -
         entering = int(reduced.argmin() if step < QUICK else cheaper[0])
         level, change = np.linalg.solve(square, np.stack([right, matrix[:, entering]], 1)).T
         shrinking = np.flatnonzero(change > TOLERANCE)
-        if not shrinking.size:  # rounding: a least is promised
+        if not shrinking.size:  # a rounding error: there is a least
             break
         ratio = level[shrinking] / change[shrinking]
         tied = shrinking[ratio <= ratio.min() + TOLERANCE]

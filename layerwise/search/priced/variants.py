@@ -1,4 +1,4 @@
-"""Variants: the configurations of a layer in all forms that may save memory."""
+"""Variants: the configurations of a layer, each in all forms that may save memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Forms:
     recomputable: frozenset[str]  # layers
     layers: Mapping[str, Layer]
     devices: int
-    fixed: frozenset[str]  # layers that stay as they are
+    fixed: frozenset[str]  # layers that keep their form
     unfed: frozenset[str]  # `LayerGraph.unfed`
 
     @staticmethod
@@ -48,7 +48,7 @@ class Forms:
         return Forms(forms, recomputable(graph), layers, devices, frozenset(stay), graph.unfed)
 
     def of_layer(self, name: str, config: Config, form: Form) -> Config:
-        """The configuration in a form, as far as that means anything for the layer."""
+        """The configuration in a form, as far as the layer can have it."""
         if name in self.fixed or form == self.offered[0]:
             return config
         return self._formed(
@@ -56,7 +56,7 @@ class Forms:
         )
 
     def of_layers(self, name: str, cells: tuple[Config, ...]) -> dict[Config, int]:
-        """All different ones of a layer: which of the cells each has."""
+        """The different variants of a layer, each with the index of its cells."""
         if name in self.fixed:
             return {config: i for i, config in enumerate(cells)}
         may = may_shard_each(self.layers[name], cells, self.devices, unfed=name in self.unfed)
@@ -75,8 +75,8 @@ class Variants:
     """The variants of every layer: its configurations in their forms."""
 
     configs: Configs  # V_l
-    bases: Configs  # B_l: what neighbours see of them, all but states
-    base: Mapping[str, Ints]  # (V_l,)
+    bases: Configs  # B_l: the variants without states, as neighbours see them
+    base: Mapping[str, Ints]  # (V_l,) the index of each variant's base
 
     @staticmethod
     def of(cells: Configs, forms: Forms) -> Variants:
@@ -104,7 +104,7 @@ class Variants:
         return Variants.grouped({name: tuple(dict.fromkeys(these)) for name, these in both.items()})
 
     def restrict(self, keep: Mapping[str, Mask]) -> Variants:
-        """The variants that are kept."""
+        """The kept variants."""
         configs = self.configs.items()
         return Variants.grouped({n: tuple(c for c, k in zip(these, keep[n], strict=True) if k) for n, these in configs})
 
@@ -113,7 +113,7 @@ class Variants:
         return {name: configs.index(strategy[name]) for name, configs in self.configs.items()}
 
     def choices(self, strategies: Iterable[Strategy]) -> list[Choice]:
-        """The choices of which all configurations are here."""
+        """The choices of those strategies whose configurations are all variants here."""
         places = {name: {config: i for i, config in enumerate(configs)} for name, configs in self.configs.items()}
         here = (s for s in strategies if all(s[name] in place for name, place in places.items()))
         return [{name: place[s[name]] for name, place in places.items()} for s in here]

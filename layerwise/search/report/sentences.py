@@ -9,6 +9,7 @@ import numpy as np
 
 from layerwise.config import Config
 from layerwise.cost.price import basis, describe, feeding_lines, sync_lines, warnings
+from layerwise.geometry.arrays import Mask
 from layerwise.ops.base import Role
 from layerwise.quantities import interval, units
 from layerwise.search.remedies import Remedy
@@ -22,8 +23,8 @@ def conclusion(result: SearchResult) -> Iterator[str]:
     limited = "" if result.within is None or not best.fits else f" that fits into {units(result.memory_bytes, 'B')}"
     if optimum.proven:
         yield (
-            f"optimal: proven. No strategy of the space{limited} has a step time below {cost}; "
-            f"K = {optimum.final_nodes}."
+            f"optimal: proven. No strategy of the space{limited} has a step time below {cost} by the "
+            f"cost model; K = {optimum.final_nodes}."
         )
     else:
         gap = result.additive.price.step_time_s / optimum.lower_bound_s - 1
@@ -40,7 +41,9 @@ def conclusion(result: SearchResult) -> Iterator[str]:
         why = "" if data.fits else ", but does not fit into memory"
         yield f"With overlap, data parallelism is predicted {slower:.2f}× faster{why}."
     elif best.key == data.key:
-        yield f"Data parallelism is {why_data(result)}."
+        own_s = data.price.step_time_s
+        beside = "" if units(own_s, "s") == cost else f" Its own step time is {units(own_s, 's')}."
+        yield f"Data parallelism is {why_data(result)}.{beside}"
     elif best.strategy != result.additive.strategy:
         why = ", but does not fit into memory" if best.fits and not result.additive.fits else ""
         yield (
@@ -67,16 +70,22 @@ def unequal_lines(result: SearchResult) -> Iterator[str]:
     )
     if np.ptp(model.devices.memory_scale):
         yield "Bytes of memory are told as parts of the first device's: half of a device counts as half of the first."
-    computing = [layer for layer in model.graph.inner if layer.role is Role.COMPUTE]
-    idle = np.ones(model.devices.count, np.bool_)
-    for layer in computing:
-        idle &= ~model.layout(layer, (best.strategy[layer.name],)).computed.active[0]
+    idle = _idle(best)
     if idle.any():
         who = f"device{'s' * (int(idle.sum()) > 1)} {' and '.join(map(str, np.flatnonzero(idle).tolist()))}"
         yield (
             f"{int((~idle).sum())} of {len(idle)} devices are used: {who} would make a step slower, "
             f"{units(timeline_s(result.baselines['data']), 's')} by data parallelism instead of {units(step_s, 's')}."
         )
+
+
+def _idle(c: Candidate) -> Mask:
+    """Returns for each device whether it computes no part of any layer."""
+    idle = np.ones(c.model.devices.count, np.bool_)
+    for layer in c.model.graph.inner:
+        if layer.role is Role.COMPUTE:
+            idle &= ~c.model.layout(layer, (c.strategy[layer.name],)).computed.active[0]
+    return idle
 
 
 def overlap_lines(result: SearchResult) -> Iterator[str]:
@@ -98,8 +107,8 @@ def range_line(c: Candidate) -> str:
     low, high = units(step.low_s, "s"), units(step.high_s, "s")
     links = "" if devices.links is not None or devices.count == 1 else ", with links as stated there and not measured"
     return (
-        f"A step takes {units(step.predicted_s, 's')}, or from {low} to {high} in nine cases of ten, on a machine that "
-        f"profile {devices.name} describes{links}."
+        f"A step takes {units(step.predicted_s, 's')}, or from {low} to {high} by our estimate of the errors, on a "
+        f"machine that profile {devices.name} describes{links}."
     )
 
 
@@ -140,7 +149,9 @@ def why_data(result: SearchResult) -> str:
     if less <= 0:
         large = data.fits and any(c.timeline.total_s < data.timeline.total_s for c in result.simulated)
         among = "that was simulated and fits into memory" if large else "that was simulated"
-        return f"{'the best here' if data.fits else 'shown'}: nothing {among} is predicted faster"
+        idle = _idle(data)
+        unused = f"; it uses {(~idle).sum()} of {len(idle)} devices" if idle.any() else ""
+        return f"{'the best here' if data.fits else 'shown'}: no other plan {among} is predicted to be faster{unused}"
     error = error_between(data, fastest)
     if less > error:  # --objective additive
         return (

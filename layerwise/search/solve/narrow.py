@@ -46,7 +46,7 @@ def narrow(
 ) -> Narrowed:
     """Drops the configurations that no optimum contains; `named` are known strategies."""
     check_room(model, configs)
-    upper_s = min(map(sum, exact_costs(model, named)), default=np.inf)
+    upper_s = min(map(model.step_s, named), default=np.inf)
     left, bounding_s = None, 0.0
     # The first device has a cell in every configuration; for the inner device see `telling_devices`.
     for watched in ((0,), (model.devices.count // 3,), None):
@@ -59,7 +59,7 @@ def narrow(
         started = time.perf_counter()
         bounds = Messages(tables.transfer, list(configs)).bounds(tables.node, SWEEPS)
         bounding_s += time.perf_counter() - started
-        upper_s = min(upper_s, *map(sum, exact_costs(model, [strategy_of(configs, bounds.choice)])))
+        upper_s = min(upper_s, model.step_s(strategy_of(configs, bounds.choice)))
         if not np.isfinite(upper_s):
             raise LayerwiseError("every strategy takes infinitely long: check the profile's latencies and rates")
         left = restrict(tables, {name: lower_s <= upper_s * SLACK for name, lower_s in bounds.lower_s.items()})
@@ -131,7 +131,7 @@ def raised(model: CostModel, tables: CostTables, choice: Mapping[str, int]) -> b
     found = list[EdgeName]()
     for edge, cost in tables.transfer.items():
         ends, pair = (strategy[edge[0]], strategy[edge[1]]), (choice[edge[0]], choice[edge[1]])
-        (exact,) = model.pair_costs(edge, [ends])
+        exact = model.pair_s(edge, ends)
         if exact > cost[pair] * SLACK:
             found.append(edge)
             watched = with_ports((model.busiest_device(edge, *ends),), model.devices)
@@ -139,20 +139,6 @@ def raised(model: CostModel, tables: CostTables, choice: Mapping[str, int]) -> b
             tables.transfer[edge] = np.maximum(cost, more)
             tables.transfer[edge][pair] = exact  # a rack's uplink is shared by more devices than are watched
     return bool(found)
-
-
-def exact_costs(model: CostModel, strategies: Sequence[Mapping[str, Config]]) -> list[tuple[float, float]]:
-    """Equation 1 without t_S, and t_S, for each strategy. They share tables, as most of their layers are equal."""
-    if not strategies:
-        return []
-    found = np.zeros((2, len(strategies)))
-    for name in strategies[0]:
-        own = tuple(dict.fromkeys(s[name] for s in strategies))
-        cost, rows = model.node_cost(model.graph[name], own), [own.index(s[name]) for s in strategies]
-        found += np.stack([cost.total - cost.overlapped, cost.overlapped])[:, rows]
-    for edge in model.graph.edges():
-        found[0] += model.pair_costs(edge, [(s[edge[0]], s[edge[1]]) for s in strategies])
-    return [(float(rest), float(sync)) for rest, sync in found.T]
 
 
 def strategy_of(configs: Mapping[str, tuple[Config, ...]], choice: Mapping[str, int]) -> dict[str, Config]:

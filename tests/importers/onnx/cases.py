@@ -77,7 +77,7 @@ def _outcome(name: str, case: Any, path: Path) -> Outcome:
 def attempt(path: Path) -> tuple[LayerGraph | None, Mapping[str, Array], str]:
     """`from_onnx` and `load_onnx_weights`, imported once; or why not."""
     try:
-        made = _imported(path, None, None, None, None)
+        made = _imported(path, None, None)
         if made.graph.batch > 1:
             check_samples(made.graph)
         return made.graph, {name: value.read() for name, value in made.values.items()}, ""

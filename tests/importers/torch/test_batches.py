@@ -41,7 +41,6 @@ RIGHT: dict[str, Callable[[Tensor], Tensor]] = {
     "roll of features": lambda x: x.roll(1, 1),
     "a number a sample": lambda x: x + (2 * torch.ones(x.shape[0]) * x[:, 0])[:, None],
     "as many numbers as samples": lambda x: x[:, :4] * torch.full((4,), 3.0),
-    "fixed": lambda x: x.view(4, 2, 3).transpose(1, 2).flatten(1),
 }
 
 
@@ -51,6 +50,16 @@ def test_what_computes_with_the_number_of_samples_is_refused(last: Callable[[Ten
         LayerwiseError,
         match=r"depends on the number of samples beyond its shape|has rows that change with the other samples",
     ):
+        network_of(Model(last), (torch.randn(4, 6),), 8, "test")
+
+
+@pytest.mark.parametrize(
+    "last",
+    [lambda x: x.view(4, 2, 3).transpose(1, 2).flatten(1), lambda x: x if len(x) > 3 else x[7]],
+    ids=["in a view", "at least"],
+)
+def test_a_model_of_some_batches_is_refused(last: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(LayerwiseError, match=r"any number of samples \(.*a number for the batch, in place of x\.shape"):
         network_of(Model(last), (torch.randn(4, 6),), 8, "test")
 
 

@@ -341,6 +341,21 @@ def test_a_mean_that_is_nothing_but_rounding_is_no_difference() -> None:
     assert network_of(model, (torch.randn(2, 100, 4).double(),), None, "test").unproven is None
 
 
+def test_a_running_mean_that_is_nothing_but_rounding_is_no_difference() -> None:
+    """Of features that a batch norm has centred, and stochastic depth has scaled: as in a new EfficientNet."""
+
+    class Depth(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * torch.empty(len(x), 1).bernoulli_(0.7).div_(0.7)
+
+    torch.manual_seed(0)
+    wide = nn.Linear(64, 256, bias=False)
+    model = nn.Sequential(nn.Linear(4, 64), nn.BatchNorm1d(64), Depth(), wide, nn.BatchNorm1d(256))
+    for dtype in (torch.float32, torch.float64):
+        made = network_of(model.to(dtype), (torch.randn(4, 4, dtype=dtype),), None, "test")
+        assert made.unproven is None
+
+
 def test_counts_beside_an_output_are_proven() -> None:
     class Counts(nn.Linear):
         def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]

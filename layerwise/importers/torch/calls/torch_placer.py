@@ -9,7 +9,7 @@ from itertools import groupby
 
 from layerwise.errors import LayerwiseError
 from layerwise.graph.builder import GraphBuilder
-from layerwise.importers.labels import asked_labels, usual_labels
+from layerwise.importers.labels import usual_labels
 from layerwise.importers.placer import Placer, as_tied
 from layerwise.importers.registry import Built, Operand
 from layerwise.importers.torch.ops.recurrent import RECURRENT
@@ -45,7 +45,7 @@ class TorchPlacer(Placer):
                 raise LayerwiseError(f"layer {name!r}: parameter {p.name!r} is used in several shapes")
         parameters = self._not_trained(op, inputs, parameters)
         trained = (p.spec.dtype for p in parameters if p.role != "constant")
-        names = [p.name for p in parameters]
+        names = [self.source(p) if p.activation else p.name for p in parameters]
         computed = [i for i, p in enumerate(parameters) if p.activation]
         return self.builder.add(name, op, [self.source(x) for x in inputs], names, next(trained, None), computed)
 
@@ -137,12 +137,10 @@ def layer_names(program: TracedProgram, layers: Sequence[Node]) -> dict[str, str
     return names
 
 
-def input_spec(program: TracedProgram, source: Source, batch: int, dims: Sequence[str | None] | None) -> TensorSpec:
-    """The spec of an input, with the labels asked for, or by rank and first use."""
+def input_spec(program: TracedProgram, source: Source, batch: int) -> TensorSpec:
+    """The spec of an input, labelled by rank and first use."""
     value = source.value
     rank = len(value.shape)
-    if dims is not None:
-        return TensorSpec(value.shape, asked_labels(source.target, rank, dims), value.dtype)
     labels = usual_labels(rank, value.dtype, signal=_is_signal(program, value.name))
     if rank and value.shape[0] != batch:
         labels = (None, *labels[1:])  # a table passed beside the samples

@@ -30,9 +30,6 @@ ELSE_AS_IT_IS = {
 # Operators that the importer introduces: see patterns.
 OWN: Table = {LOCAL_RESPONSE_NORM: local_response_norm, DROP_PATH: drop_path}
 
-# Operators that treat the rows of the last dimension one by one, and the argument with these rows.
-ROWWISE = {"aten::linear": "input", "aten::addmm": "mat1", "aten::mm": "self", "aten::matmul": "self"}
-
 # Operators that cast operands to a common type, or the one asked for, and compute in it.
 PROMOTING = ELEMENTWISE | {
     "where", "masked_fill", "lerp", "addcmul", "addcdiv", "cat", "concat", "concatenate", "stack", "sum", "mean",

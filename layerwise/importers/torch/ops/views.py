@@ -161,7 +161,7 @@ def same_values(call: Call) -> Result:
 
 
 def detach(call: Call) -> Result:
-    """The same numbers, without a gradient."""
+    """Returns the layer that passes its input on without a gradient."""
     x = call.tensors[0]
     return Built(Unary("detach"), (x,)) if x.spec.differentiable else x
 
