@@ -55,10 +55,17 @@ def test_a_storage_lives_while_anybody_holds_it() -> None:
     assert (tracker.now.tolist(), tracker.peak.tolist()) == ([0, 0], [20, 20])
 
 
+@pytest.mark.parametrize("compared", [1, allocations.COMPARED])
 @pytest.mark.parametrize("logged", [1, 50, allocations.LOGGED])
-def test_the_most_is_that_of_counting_at_every_instant(monkeypatch: pytest.MonkeyPatch, logged: int) -> None:
-    """Storages that several hold on some of the devices, however many instants are added up at once."""
+def test_the_most_is_that_of_counting_at_every_instant(
+    monkeypatch: pytest.MonkeyPatch, logged: int, compared: int
+) -> None:
+    """Storages that several hold on some of the devices, however many instants are added up at once.
+
+    compared: of so many devices at most, sizes are compared by their contents.
+    """
     monkeypatch.setattr(allocations, "LOGGED", logged)
+    monkeypatch.setattr(allocations, "COMPARED", compared)
     rng, devices = np.random.default_rng(0), 11
     tracker = AllocationTracker(devices)
     held: list[tuple[Ref, int]] = []  # and the number of its storage

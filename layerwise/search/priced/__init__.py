@@ -1,1 +1,1 @@
-"""The cheapest strategy that fits into memory: multipliers, enumeration, the least memory."""
+"""The cheapest strategy that fits into memory: tables, prices of memory, moves, and the least memory of all."""
