@@ -4,14 +4,20 @@ Each class is given random weights and a latent; `vae.decode(latent)` is compare
 table of docs/how-to/predict.md: in how many ways the decoder is called (chunks), the largest difference relative to the
 largest number, the memory of the fullest rank (predicted; measured as `common.live` does), and seconds of this process
 to plan, in which the model is imported and proven. `--only NAME ...` are some of them.
+
+    python -m benchmarks.decoders --rate 1gbit      # HunyuanVideo's and Wan's on an emulated cluster (needs root)
+
+There a rank is a node with an equal part of four fifths of the cores, and so is the one that decodes alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import tempfile
 import time
 import warnings
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -19,11 +25,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import layerwise
+from benchmarks.common.launch import launch
 from benchmarks.common.live import Live
+from benchmarks.predictions import quota_of
+from benchmarks.ranks.decoders import VIDEOS, Job
+from benchmarks.zoo.shims import torchvision_operators
 from layerwise.errors import LayerwiseError
 from layerwise.machine import load
 from layerwise.machine.profile import Profile
 from layerwise.quantities import units
+from layerwise.run.calls import CallPlans
 
 UP = {"up_block_types": ("UpDecoderBlock2D",) * 2, "down_block_types": ("DownEncoderBlock2D",) * 2}
 IMAGE = {**UP, "block_out_channels": (8, 16), "layers_per_block": 1}
@@ -130,6 +141,7 @@ class Watched(nn.Module):
 
 def decoded(name: str) -> tuple[str, ...]:
     """The row of one class. Every rank calls it."""
+    torchvision_operators()
     import diffusers
 
     sizes, shape = CASES[name]
@@ -160,20 +172,46 @@ def decoded(name: str) -> tuple[str, ...]:
         return name, "refused", str(refusal), "", "", "", f"{time.process_time() - began:.1f}"
     error = float((video - expected).abs().max() / expected.abs().max())
     split = sum(config.total > 1 for config in run.plan.strategy.values())
-    ways = len(getattr(run, "calls", None) or "1")
+    calls: CallPlans | None = getattr(run, "calls", None)
+    ways = 1 if calls is None else len(calls)
     peaks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(peaks, live.peak)
-    held = run.plan.predicted.get("memory_bytes", 0)
+    held = run.plan.predicted.get("memory_bytes", 0) if calls is None else calls.memory_bytes
     return (
         name, str(ways), f"{split} of {len(run.plan.strategy)}", f"{error:.0e}", units(held, "B"),
         units(max(peaks), "B"), f"{seconds:.1f}",
     )  # fmt: skip
 
 
+def on_cluster(args: argparse.Namespace) -> None:
+    """Prints the time of one rank and of all."""
+    print(
+        "| decoder | one rank | all | times | difference | seconds to plan | strategy |\n|---|---|---|---|---|---|---|"
+    )
+    for name in VIDEOS:
+        flags = ["--nodes", str(args.nodes), "--rate", args.rate, "--quiet", "--timeout", "1800"]
+        flags += ["--cpu-quota", str(quota_of(f"{args.nodes}x1"))]
+        job = asdict(Job(name, args.seconds, args.measure_seconds))
+        with tempfile.TemporaryDirectory() as folder:
+            os.environ["LAYERWISE_CACHE"] = folder
+            row = launch("benchmarks.ranks.decoders", job, *flags, title=name, keep_memory=True)
+        alone, plan = row["times"]["one rank"], row["times"]["plan"]
+        cells = (units(alone, "s"), units(plan, "s"), f"{alone / plan:.2f}", f"{row['error']:.0e}")
+        print("|", " | ".join((name, *cells, f"{row['planned_s']:.0f}", ", ".join(row["strategy"]))), "|", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), metavar="NAME")
-    names = parser.parse_args().only
+    parser.add_argument("--rate", help="of the emulated cluster's links, such as 1gbit")
+    parser.add_argument("--nodes", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each way's steps there (default: %(default)s)")
+    parser.add_argument("--measure-seconds", type=float, default=60.0, help="for links and layers there")
+    args = parser.parse_args()
+    if args.rate:
+        on_cluster(args)
+        return
+    names = args.only
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo")
     if dist.get_rank() == 0:

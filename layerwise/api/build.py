@@ -72,8 +72,11 @@ class Task:
             return [how(call=self.call)]
         assert isinstance(self.model, nn.Module)
         calls = self.calls if self.world.size > 1 else self.calls[-1:]  # one rank runs the model as it is written
-        with returning_written(self.model):
-            return [how(call=recorded.call) for recorded in calls]
+        found = list[Network]()
+        for recorded in calls:
+            with returning_written(self.model, recorded.unread):
+                found.append(how(call=recorded.call))
+        return found
 
     def _by_layers(self, imported: Network, dtype: torch.dtype, ways: Sequence[Network]) -> Built:
         """LayerwiseError where no plan fits, or the module has what layers would leave out."""

@@ -24,7 +24,7 @@ from layerwise.api.world import join
 from layerwise.arguments import Count, checked
 from layerwise.cli import console
 from layerwise.errors import LayerwiseError
-from layerwise.importers.torch.read.calls import RecordedCall, recorded
+from layerwise.importers.torch.read.calls import RecordedCall, recorded, unlike
 from layerwise.importers.torch.read.fed import fed_by
 from layerwise.machine import reserved_bytes
 from layerwise.plan import Plan, load_plan
@@ -143,7 +143,7 @@ def parallelize(
         if options.race > 1:
             raise LayerwiseError("a function as example_inputs is not raced: leave race= out of ParallelOptions")
         calls = recorded(model.eval(), example_inputs)
-        several = len(calls) > 1 or bool(calls[0].carried)
+        several = unlike(calls)
         options = replace(options, io="boxes" if several else "free")
         call, calls = calls[-1].call, calls if several else []
         examples = tuple(x for x in pytree.tree_leaves(call) if isinstance(x, torch.Tensor))

@@ -5,7 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from inspect import signature
+from typing import TYPE_CHECKING, Literal
 
 from layerwise.arguments import Count, checked
 from layerwise.cli import (
@@ -26,8 +31,10 @@ from layerwise.cli import (
 from layerwise.cost.model import CostOptions
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
-from layerwise.importers.load import HELP, load_model, network_of
-from layerwise.importers.sizes import sizes_of_model, sizes_of_module
+from layerwise.graph.layer_graph import LayerGraph
+from layerwise.importers.load import HELP, load_model, names_code, network_of
+from layerwise.importers.named_code import called
+from layerwise.importers.sizes import CalledGraph, Resizable, sizes_of_model, sizes_of_module
 from layerwise.importers.with_loss import LOSSES, model_with
 from layerwise.machine import DEFAULT, MAX_GPUS, load, precision
 from layerwise.quantities import parse_bytes
@@ -92,26 +99,16 @@ def main(args: argparse.Namespace) -> None:
     gpus = args.gpus or tuple(n for n in (1, 2, 4, 8, 16) if n <= node)
     name, batch = model_with(args.model, args.loss), args.global_batch
     args.gpus = max(gpus)  # for the space
-    present(
-        fits(
-            FitQuestion(
-                name,
-                fuse(load_model(name, batch, args.input_shape)),
-                profile,
-                gpus,
-                CostOptions(
-                    io=args.io,
-                    optimizer=args.optimizer,
-                    dtype=args.dtype,
-                    kind="inference" if args.inference else "training",
-                ),
-                _limit(args.profile, args.memory_limit),
-                sizes_of_model(name, batch, args.input_shape),
-                search_space(args, spread=False),
-            )
-        ).report(),
-        args,
-    )
+    kind: Literal["inference", "training"] = "inference" if args.inference else "training"
+    options = CostOptions(io=args.io, optimizer=args.optimizer, dtype=args.dtype, kind=kind)
+    limit, space = _limit(args.profile, args.memory_limit), search_space(args, spread=False)
+    module, inputs = called(name, args.input_shape) if names_code(name) else (None, ())
+    if module is not None and len(inputs) == 1 and callable(inputs[0]) and not hasattr(inputs[0], "shape"):
+        question = _of_calls(module, inputs[0], FitQuestion(name, (), profile, gpus, options, limit, space=space))
+    else:
+        graph, sizes = fuse(load_model(name, batch, args.input_shape)), sizes_of_model(name, batch, args.input_shape)
+        question = FitQuestion(name, (CalledGraph(graph),), profile, gpus, options, limit, sizes, space)
+    present(fits(question).report(), args)
 
 
 @checked
@@ -131,7 +128,9 @@ def memory(
     Args:
         model: An nn.Module; it may be on the meta device.
         inputs: What a step calls it with: a tensor, a tuple, or a dict of arguments by name. The first dimension is the
-            samples of all devices together.
+            samples of all devices together. Or, for inference, a function that calls the model, as in `parallelize`; if
+            it has a parameter, that is a size: `lambda frames=9: vae.decode(latent_of(frames))`. The largest is then
+            found, with the time that it takes.
         gpu: A device of `layerwise machines`, a built-in profile, or a profile's file.
         gpus: Devices; all powers of two up to it are looked at, too.
         optimizer: For the memory of its state.
@@ -158,17 +157,49 @@ def memory(
         raise LayerwiseError(f"gpus={gpus!r} is not a whole number from 1 to {MAX_GPUS:,}")
     if not isinstance(gpu, str | os.PathLike):
         raise LayerwiseError(f"gpu={gpu!r} is not the name of a machine: `layerwise machines` lists them")
-    positional, named = call_of(model, inputs)
-    network = network_of(model, positional, None, type(model).__name__, named)
     profile = load(gpu)
     profile.check_equal("fits")
     profile.processor.peak(dtype)
     options = CostOptions(optimizer=optimizer, dtype=precision(dtype), kind="inference" if inference else "training")
     powers = {2**i for i in range(gpus.bit_length())} | {gpus}
-    limit = _limit(gpu, memory_limit)
-    sizes = sizes_of_module(model, (positional, named), None, type(model).__name__)
-    graph = fuse(network.graph)
-    return fits(FitQuestion(network.graph.name, graph, profile, tuple(sorted(powers)), options, limit, sizes))
+    question = FitQuestion(type(model).__name__, (), profile, tuple(sorted(powers)), options, _limit(gpu, memory_limit))
+    if callable(inputs) and not hasattr(inputs, "shape"):
+        return fits(_of_calls(model, inputs, question))
+    positional, named = call_of(model, inputs)
+    graph = fuse(network_of(model, positional, None, question.name, named).graph)
+    sizes = sizes_of_module(model, (positional, named), None, question.name)
+    return fits(replace(question, name=graph.name, calls=(CalledGraph(graph),), sizes=sizes))
+
+
+def _of_calls(model: nn.Module, act: Callable[..., object], question: FitQuestion) -> FitQuestion:
+    """Returns the question of a model as a function calls it, of any size where the function has one."""
+    from layerwise.api.source import network
+    from layerwise.importers.torch.proof import left_unproven
+    from layerwise.importers.torch.read.calls import recorded, returning_written, unlike
+
+    if question.options.kind != "inference":
+        raise LayerwiseError("a function calls the model in inference: ask for that (--inference, inference=True)")
+    size = next(iter(signature(act).parameters.values()), None)
+    if size is not None and (not isinstance(size.default, int) or size.default < 1):
+        raise LayerwiseError(f"{size.name!r}, the size that the function is called with, needs a default, such as 8")
+
+    def at(n: int | None) -> tuple[CalledGraph, ...]:
+        calls = recorded(model.eval(), act if n is None else partial(act, n))
+        several = unlike(calls)
+        graphs = list[LayerGraph]()
+        for one in calls:
+            written = returning_written(model, one.unread) if several else nullcontext()
+            with written, left_unproven("it would take its full memory"):
+                graphs.append(fuse(network(model, one.call, 1, as_called=True).graph))
+        io: Literal["boxes", "free"] = "boxes" if several else "free"
+        return tuple(
+            # A plan that gathers what is returned counts it once.
+            CalledGraph(graph, one.times, one.returned_bytes * (one.times - (not several)), io)
+            for graph, one in zip(graphs, calls, strict=True)
+        )
+
+    sizes = None if size is None else Resizable(at, 2, size.default, 1, f"{size.name}={{}}")
+    return replace(question, calls=at(None), sizes=sizes, timed=sizes is not None)
 
 
 def _limit(profile: str | os.PathLike[str], memory_limit: float | str | None) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
@@ -22,6 +22,18 @@ if TYPE_CHECKING:
     from layerwise.importers.torch.read.arguments import Call
 
 CUBES = ("cosmoflow", "unet3d")
+
+
+@dataclass(frozen=True, slots=True)
+class CalledGraph:
+    """A way in which a model is called: its fused layers, how often, and bytes that every rank is returned in full."""
+
+    graph: LayerGraph
+    times: int = 1
+    returned_bytes: float = 0.0  # of all these calls, beside what a plan counts
+    io: Literal["boxes", "free"] | None = None  # what each rank feeds; None: as the question says
+
+
 SMALLEST = (8, 64)  # sides tried for built-in networks: the first that a network accepts is its smallest
 NAMES = {1: "sequences of {:,}", 2: "images of {:,}²", 3: "cubes of {:,}³"}
 
@@ -31,20 +43,23 @@ class Resizable:
     """A network that accepts other input sizes.
 
     Attributes:
-        at: Returns its fused layers at a size. Raises LayerwiseError if it does not accept that size.
+        at: Returns its fused layers, of each way in which it is called, at a size. Raises LayerwiseError if it does
+            not accept that size.
         dims: How many dimensions of its inputs have the size: 1 for a sequence, 2 for an image, 3 for a volume.
         size: The size of its example.
         least: The smallest size to try.
+        name: The words for a size; "": those for its dimensions.
     """
 
-    at: Callable[[int], LayerGraph]
+    at: Callable[[int], tuple[CalledGraph, ...]]
     dims: int
     size: int
     least: int
+    name: str = ""
 
     def text(self, size: int) -> str:
         """`sequences of 2,048`."""
-        return NAMES[self.dims].format(size)
+        return (self.name or NAMES[self.dims]).format(size)
 
 
 def sizes_of_model(spec: str, batch: int, input_shape: tuple[int, ...] | None = None) -> Resizable | None:
@@ -54,7 +69,7 @@ def sizes_of_model(spec: str, batch: int, input_shape: tuple[int, ...] | None = 
         if len(sides) not in NAMES or len(set(sides)) > 1:
             return None
         return Resizable(
-            lambda n: fuse(load_model(spec, batch, (channels, *[n] * len(sides)))), len(sides), sides[0], 8
+            lambda n: _once(load_model(spec, batch, (channels, *[n] * len(sides)))), len(sides), sides[0], 8
         )
     if names_code(spec):
         module, examples = called(spec)
@@ -64,8 +79,8 @@ def sizes_of_model(spec: str, batch: int, input_shape: tuple[int, ...] | None = 
     if family not in CUBES or (colon and not side.isdigit()):
         return None
 
-    def cube(n: int) -> LayerGraph:
-        return fuse(load_model(f"{family}:{n}{plus}{loss}", batch))
+    def cube(n: int) -> tuple[CalledGraph, ...]:
+        return _once(load_model(f"{family}:{n}{plus}{loss}", batch))
 
     for least in SMALLEST:
         with suppress(LayerwiseError):
@@ -90,7 +105,7 @@ def sizes_of_module(module: nn.Module, call: Call, batch: int | None, name: str)
             if len(sides) == 1 and all(x.dim() in ranks for x in tensors):
                 yield Resizable(partial(graph, range(first, first + dims)), dims, sides.pop(), 8)
 
-    def graph(dims: range, n: int) -> LayerGraph:
+    def graph(dims: range, n: int) -> tuple[CalledGraph, ...]:
         def resized(x: Tensor) -> Tensor:
             for dim in dims:
                 x = x.index_select(dim, torch.arange(n, device=x.device) % x.shape[dim])
@@ -99,13 +114,17 @@ def sizes_of_module(module: nn.Module, call: Call, batch: int | None, name: str)
         positional, named = pytree.tree_map_only(Tensor, resized, call)
         network = network_of(module, positional, batch, name, named, trusted=True)
         _check_positions(network)
-        return fuse(network.graph)
+        return _once(network.graph)
 
     for each in candidates():
         with suppress(LayerwiseError):
             each.at(each.size + 8 if each.size < 16 else each.size // 16 * 8)
             return each
     return None
+
+
+def _once(graph: LayerGraph) -> tuple[CalledGraph, ...]:
+    return (CalledGraph(fuse(graph)),)
 
 
 def _check_positions(network: Network) -> None:

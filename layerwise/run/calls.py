@@ -19,7 +19,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.importers.load import Network
 from layerwise.importers.torch.read.arguments import Arguments
-from layerwise.importers.torch.read.calls import Key, RecordedCall, Written, key_of, write
+from layerwise.importers.torch.read.calls import Key, RecordedCall, Written, key_of, with_leaves, write
 from layerwise.ops.base import Role
 from layerwise.partition.moved import transfer
 from layerwise.partition.place import Each
@@ -76,6 +76,7 @@ class _Way:
     shaped: Shaped
     arguments: Arguments
     carried: frozenset[int]  # leaves of what it returns
+    unread: Mapping[int, Tensor]  # those of them that no call computes with, without numbers
 
 
 class CallPlans:
@@ -89,6 +90,11 @@ class CallPlans:
     def __len__(self) -> int:
         """Returns how many ways there are."""
         return len(self._ways)
+
+    @property
+    def memory_bytes(self) -> float:
+        """Predicted bytes of the fullest rank in the fullest way."""
+        return max(float(way.shaped.plan.predicted.get("memory_bytes", 0)) for way in self._ways.values())
 
     def add(self, network: Network, plan: Plan, call: RecordedCall) -> None:
         """Adds a way. LayerwiseError where it splits a parameter otherwise. network: without memory."""
@@ -105,7 +111,7 @@ class CallPlans:
         inputs = Inputs(network, plan, run.comm, run.runtime_options)
         sizes = tuple(layer.out.shape[1:] for layer in graph.layers if layer.role is Role.INPUT)
         shaped = Shaped(graph, inputs, network.structure, plan, sizes, network)
-        self._ways[call.key] = _Way(shaped, arguments, call.carried)
+        self._ways[call.key] = _Way(shaped, arguments, call.carried, call.unread)
 
     def __call__(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Returns what the model does, in full on every rank but for state. LayerwiseError for another call."""
@@ -139,15 +145,26 @@ class CallPlans:
             else:
                 made = _moved(run.comm, x, owned, (Box.full(spec.shape),) * run.comm.size, f"output {slot}")
             every.append(made)
-        returned, written = cast("tuple[Any, Written]", structure.of(every))
+        empty = {i: BoxedState(x.shape, (), x.new_empty(0, device=run.device)) for i, x in way.unread.items()}
+        returned, written = cast("tuple[Any, Written]", with_leaves(structure.of(every), empty))
         write(way.arguments.bound(inputs, named), written)
         return returned
 
 
 def _read(comm: Comm, device: torch.device, x: Any, needed: Each, name: str) -> Any:
     """Returns this rank's box of an input, of which each rank has all, or which the ranks own boxes of."""
+    if isinstance(x, BoxedState) and not x.owned:
+        raise LayerwiseError(
+            f"input {name!r} is state that no call computed with when the model was made parallel, so no rank has it: "
+            "make it parallel with a function that makes all calls"
+        )
     if isinstance(x, BoxedState):
-        return x.local if x.owned == needed else _moved(comm, x.local, x.owned, needed, name)
+        if x.owned == needed:
+            return x.local
+        made, own, need = _moved(comm, x.local, x.owned, needed, name), x.owned[comm.rank], needed[comm.rank]
+        if own is not None and need is not None and own & need == own:
+            x.local = made[own.slices(need)]  # the same numbers, once
+        return made
     if isinstance(x, Tensor) and (x.is_meta or isinstance(x, FakeTensor)) and device.type != "meta":
         raise LayerwiseError(
             f"input {name!r} has no numbers: clear what was cached as the model was made parallel, which ran on shapes "

@@ -248,6 +248,11 @@ class LayeredRun(Run):
         try:
             outputs = executor.forward(run, fed)
             parameters.finish()
+            if not (first.requires_grad or options.compile):  # what is fed, and constants, are others'
+                fed_storages = {x.untyped_storage().data_ptr() for x in fed.values()}
+                empty = first.new_zeros(0, dtype=self.dtype)
+                made = [empty if x is None else x for x in outputs]
+                return [x.clone() if x.untyped_storage().data_ptr() in fed_storages else x for x in made]
             return ends(run.token, outputs, scales, self.dtype, at_backward)
         finally:
             run.token = first  # functions in the graph refer to the pass, so it must not hold the graph

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
+from functools import cache, partial
 from math import inf
 
 from layerwise.cli import console
@@ -16,8 +16,7 @@ from layerwise.cost.memory.step import peak_bytes
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import complete
 from layerwise.errors import LayerwiseError
-from layerwise.graph.layer_graph import LayerGraph
-from layerwise.importers.sizes import Resizable
+from layerwise.importers.sizes import CalledGraph, Resizable
 from layerwise.machine import DeviceGraph, Profile
 from layerwise.partition.sharding import held_configurations, why_not_held
 from layerwise.quantities import samples, units
@@ -26,6 +25,7 @@ from layerwise.report.html import fragment
 from layerwise.report.text import text
 from layerwise.search.baselines import baseline
 from layerwise.search.capacity import STEP, Limits, Tried, largest_side, least_devices
+from layerwise.search.find import candidate, search
 from layerwise.search.priced.variants import OFFERS, Forms, Strategy
 from layerwise.search.remedies import least_plan
 
@@ -46,68 +46,98 @@ class FitQuestion:
 
     Attributes:
         name: The model's name.
-        graph: Its fused layers at the batch.
+        calls: Its fused layers at the batch, of each way in which it is called.
         profile: The machine; the links of its devices do not matter.
         gpus: Numbers of devices.
         options: The cost model's assumptions.
         limit_bytes: The bytes that a plan may use on a device.
         sizes: The model at other input sizes; None: it has one size.
         space: What may be split.
+        timed: Whether to say how long a step at the largest size takes.
     """
 
     name: str
-    graph: LayerGraph
+    calls: tuple[CalledGraph, ...]
     profile: Profile
     gpus: tuple[int, ...]
     options: CostOptions
     limit_bytes: float
     sizes: Resizable | None = None
     space: SearchSpace = field(default_factory=lambda: SearchSpace(1))
+    timed: bool = False
 
     def devices(self, gpus: int) -> DeviceGraph:
         """This many devices, in one node."""
         return replace(self.profile, levels=self.profile.levels[:1]).device_graph(gpus, gpus)
 
-    def model(self, graph: LayerGraph, gpus: int) -> CostModel:
+    def model(self, call: CalledGraph, gpus: int) -> CostModel:
         """The model on this many devices."""
-        return CostModel(graph, self.devices(gpus), self.options)
+        return CostModel(call.graph, self.devices(gpus), replace(self.options, io=call.io or self.options.io))
 
     def data(self, model: CostModel, form: tuple[bool, States]) -> Strategy:
         """Data parallelism with all layers in one form."""
         return _formed(model, complete(model, baseline(model, "data")), form)
 
-    def spatial(self, model: CostModel) -> Strategy:
-        """Samples split, then space as far as there are devices, with all ways to save memory."""
-        space, of_kind = replace(self.space, devices=model.devices.count), dict[int, Config]()
+    def spatial(self, model: CostModel) -> list[Strategy]:
+        """Samples split, then space as far as there are devices, with all ways to save memory: one dimension first."""
+        space, choices = replace(self.space, devices=model.devices.count), dict[int, list[Config]]()
         for layer in model.graph.inner:
             kind = model.kind(layer)
-            if kind not in of_kind:
-                configs = [c for c in held_configurations(layer, space) if c["c"] * c["k"] == 1]
-                of_kind[kind] = max(configs, key=lambda c: (c.total, *(c[label] for label in ORDER)))
-        split = {layer.name: of_kind[model.kind(layer)] for layer in model.graph.inner}
-        return _formed(model, complete(model, split), FORMS["both"])
+            if kind not in choices:
+                choices[kind] = [c for c in held_configurations(layer, space) if c["c"] * c["k"] == 1]
+        found = dict[tuple[Config, ...], Strategy]()
+        for first in sorted({label for these in choices.values() for c in these for label in ORDER if c[label] > 1}):
+            order = ["n", first, *ORDER]
+            of_kind = {
+                kind: max(these, key=lambda c: (c.total, *(c[label] for label in order)))
+                for kind, these in choices.items()
+            }
+            split = {layer.name: of_kind[model.kind(layer)] for layer in model.graph.inner}
+            found[tuple(split.values())] = _formed(model, complete(model, split), FORMS["both"])
+        return list(found.values())
 
-    def need(self, graph: LayerGraph, gpus: int, plan: Strategy | None = None) -> float:
+    def need(self, calls: Sequence[CalledGraph], gpus: int, plan: Strategy | None = None) -> float:
         """The least memory of some plans that save all they can, and of a plan found for another size."""
-        model = self.model(graph, gpus)
-        plans = [self.data(model, FORMS["both"]), self.spatial(model)]
+        return max(_peak(*self._least(call, gpus, plan)) for call in calls) + _returned(calls)
+
+    def _least(self, call: CalledGraph, gpus: int, plan: Strategy | None) -> tuple[CostModel, Strategy]:
+        graph, model = call.graph, self.model(call, gpus)
+        plans = [self.data(model, FORMS["both"]), *self.spatial(model)]
         if plan is not None and all(
-            is_legal(plan[layer.name], layer.space.dims) and why_not_held(layer, plan[layer.name]) is None
+            layer.name in plan
+            and is_legal(plan[layer.name], layer.space.dims)
+            and why_not_held(layer, plan[layer.name]) is None
             for layer in graph.inner
         ):
             plans.append(complete(model, {layer.name: plan[layer.name] for layer in graph.inner}))
-        return min(_peak(model, strategy) for strategy in plans)
+        return model, min(plans, key=partial(_peak, model))
 
     def row(self, gpus: int) -> DeviceNeed:
         """The memory on this many devices. A plan is searched for only if none of the usual ones fits."""
-        model = self.model(self.graph, gpus)
+        rows, more = [self._row(call, gpus) for call in self.calls], _returned(self.calls)
+        fullest = max(rows, key=lambda row: row.least)
+        forms = {name: max(row.forms[name] for row in rows) + more for name in FORMS}
+        return DeviceNeed(forms, fullest.least + more, fullest.plan)
+
+    def _row(self, call: CalledGraph, gpus: int) -> DeviceNeed:
+        model = self.model(call, gpus)
         forms = {name: _peak(model, self.data(model, form)) for name, form in FORMS.items()}
-        least, plan = min(*forms.values(), _peak(model, self.spatial(model))), None
+        least, plan = min(*forms.values(), *(_peak(model, one) for one in self.spatial(model))), None
         if least > self.limit_bytes:
             found = least_plan(model, replace(self.space, devices=gpus), OFFERS)
             if found.bytes < least:
                 least, plan = found.bytes, found.best
         return DeviceNeed(forms, least, plan)
+
+    def seconds(self, calls: Sequence[CalledGraph], gpus: int, plan: Strategy | None) -> float:
+        """The predicted time of all calls, each by the fastest plan that was found within the limit."""
+        total, limit = 0.0, self.limit_bytes - _returned(calls)
+        for call in calls:
+            model, least = self._least(call, gpus, plan)
+            found = search(model, replace(self.space, devices=gpus), memory_limit_bytes=limit, effort="quick").best
+            fitting = [candidate(model, "least", least, limit), *([found] if found.fits else [])]
+            total += call.times * min(one.timeline.total_s for one in fitting)
+        return total
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +170,7 @@ class Fits:
     samples: Limits | None  # the largest batch, by the plans in `gpus`; None: the batch is fixed
     size: Limits | None  # the largest sequence, or side of an image or a cube
     sizes: Resizable | None = field(repr=False)  # the model at that size
+    seconds: float | None = None  # of a step at the largest size, where that was asked for
 
     @property
     def bytes(self) -> float:
@@ -187,13 +218,17 @@ def fits(question: FitQuestion) -> Fits:
     """Answers a question. Raises LayerwiseError if the model cannot run on one device."""
     q, most = question, max(question.gpus)
     row = cache(q.row)
-    alone = q.model(q.graph, 1)
-    serial = q.data(alone, FORMS["data parallelism"])
-    held = course(alone, serial)
+    alone = [q.model(call, 1) for call in q.calls]
+    held = max(
+        (course(one, q.data(one, FORMS["data parallelism"])) for one in alone), key=lambda c: sum(c.peak.values())
+    )
+    size, seconds = None if q.sizes is None else _size(q, q.sizes, most, row(most).plan), None
+    if q.timed and q.sizes is not None and size is not None and size.fits is not None:
+        seconds = q.seconds(q.sizes.at(size.fits.number), most, row(most).plan)
     return Fits(
         q.name,
         q.profile.processor.name,
-        q.graph.batch,
+        q.calls[0].graph.batch,
         q.limit_bytes,
         held.peak,
         held.instants[held.fullest],
@@ -201,16 +236,20 @@ def fits(question: FitQuestion) -> Fits:
         least_devices(lambda gpus: row(gpus).least, q.limit_bytes, most),
         most,
         _samples(q, most, row(most).plan),
-        None if q.sizes is None else _size(q, q.sizes, most, row(most).plan),
+        size,
         q.sizes,
+        seconds,
     )
 
 
 def _samples(q: FitQuestion, gpus: int, plan: Strategy | None) -> Limits | None:
-    batch = q.graph.batch
+    if len(q.calls) > 1:
+        return None
+    graph = q.calls[0].graph
+    batch = graph.batch
 
     def need(number: int) -> float:
-        return q.need(q.graph.rebatch(number), gpus, plan)
+        return q.need([CalledGraph(graph.rebatch(number))], gpus, plan)
 
     with suppress(LayerwiseError):  # a graph for one batch only, or statistics of a single value
         first = int(batch * q.limit_bytes / need(batch))
@@ -233,13 +272,14 @@ def _size(q: FitQuestion, sizes: Resizable, gpus: int, plan: Strategy | None) ->
 
     most = LARGEST_LENGTH if sizes.dims == 1 else LARGEST_SIDE
     with suppress(LayerwiseError):  # its layers need one size
-        start = int(sizes.size * (q.limit_bytes / q.need(q.graph, gpus, plan)) ** (1 / sizes.dims))
+        start = int(sizes.size * (q.limit_bytes / q.need(q.calls, gpus, plan)) ** (1 / sizes.dims))
         step = STEP * max(1, min(start, most) // (STEP * FINE)) if sizes.dims < 3 else STEP
+        step = max(1, start // FINE) if sizes.name else step
         limits = largest_side(need, q.limit_bytes, start, sizes.least, most, step)
         # larger than it accepts: find the last accepted size exactly
         if limits.beyond is not None and limits.beyond.bytes == inf:
             start = sizes.size if limits.fits is None else limits.fits.number
-            return largest_side(need, q.limit_bytes, start, sizes.least, most)
+            return largest_side(need, q.limit_bytes, start, sizes.least, most, 1 if sizes.name else STEP)
         return limits
     return None
 
@@ -247,6 +287,10 @@ def _size(q: FitQuestion, sizes: Resizable, gpus: int, plan: Strategy | None) ->
 def _formed(model: CostModel, strategy: Strategy, form: tuple[bool, States]) -> Strategy:
     forms = Forms.of(model.graph, model.devices.count, OFFERS)
     return {name: forms.of_layer(name, config, form) for name, config in strategy.items()}
+
+
+def _returned(calls: Sequence[CalledGraph]) -> float:
+    return sum(call.returned_bytes for call in calls)
 
 
 def _peak(model: CostModel, strategy: Strategy) -> float:
@@ -271,6 +315,8 @@ def _largest(fits: Fits) -> list[str]:
         lines.append(_bounded(largest, on, lambda n: f"{samples(n)} a step"))
     if fits.size is not None and fits.sizes is not None:
         lines.append(_bounded(fits.size, on, fits.sizes.text))
+        if fits.seconds is not None:
+            lines.append(f"That takes {units(fits.seconds, 's')}, predicted, by the fastest plan found that fits.")
     return lines
 
 

@@ -55,6 +55,7 @@ class Returns(nn.Module):
     def forward(self, x: Tensor, cache: dict[str, Any] | None = None) -> tuple[Tensor, dict[str, Any]]:
         past, new = cache or {}, dict[str, Any]()
         x, new["first"] = self.first.on(x, past.get("first"))
+        new["unread"] = x.clone()  # as CogVideoX's layers of one frame do
         x, new["last"] = self.last.on(torch.relu(x), past.get("last"))
         return x, new
 
@@ -118,6 +119,8 @@ def test_every_rank_decodes_the_video_of_one_device(kind: type[nn.Module]) -> No
         )
         video = vae.decode(LATENT)
         caches = list(vae.cache.values()) if isinstance(vae.cache, dict) else vae.cache
+        if kind is Returns:
+            assert vae.cache["unread"].local.numel() == 0  # state that no call reads is nowhere
         here = sum(x.local.numel() for x in caches)
         assert here < sum(x.numel() for x in caches)  # no rank holds all of the cache
         for compute in (
@@ -145,6 +148,47 @@ def test_every_rank_decodes_the_video_of_one_device(kind: type[nn.Module]) -> No
     for video, other in run_threads(2, decoded):
         torch.testing.assert_close(video, one_device.decode(LATENT), rtol=0, atol=1e-12)
         torch.testing.assert_close(other, one_device.decode(longer), rtol=0, atol=1e-12)
+
+
+def test_the_largest_video_is_one_that_ranks_plan_within_the_memory() -> None:
+    """All calls count, and the video that every rank is returned; a step more is said not to fit."""
+    vae, unused = Vae(Writes), Vae(Writes)
+
+    def decode(height: int = 8) -> Tensor:
+        return vae.decode(LATENT[:, :, :3, :1, :1].expand(1, 2, 3, height, 8))
+
+    said, alone = (layerwise.memory(vae.decoder, decode, gpus=n, inference=True, memory_limit="400kB") for n in (2, 1))
+    assert said.size is not None
+    assert alone.size is not None
+    assert said.size.fits is not None
+    assert said.size.beyond is not None
+    assert alone.size.fits is not None
+    largest = said.size.fits.number
+    assert said.size.fits.bytes <= 400e3 < said.size.beyond.bytes
+    assert said.size.beyond.number - largest <= largest / 32 + 1
+    assert largest > 4 / 3 * alone.size.fits.number  # the video itself is on every rank
+    assert said.seconds is not None
+    assert said.seconds > 0
+    assert f"height={largest}" in str(said)
+    video = 3 * 5 * largest * 8 * 8  # channels, frames (one of the first chunk, two of each other), float64
+
+    def planned(comm: Comm) -> float:
+        model, latent = copy.deepcopy(unused), LATENT.new_zeros(1, 2, 3, largest, 8)
+        run = layerwise.parallelize(
+            model.decoder,
+            lambda: model.decode(latent),
+            inference=True,
+            memory_limit=f"{400e3 - video:.0f}B",
+            options=layerwise.ParallelOptions(comm=comm, measure_s=0, verbose=False),
+        )
+        calls = layerwise.of(run).calls
+        return 0.0 if calls is None else calls.memory_bytes
+
+    assert max(run_threads(2, planned)) <= 400e3 - video
+    with pytest.raises(LayerwiseError, match="calls the model in inference"):
+        layerwise.memory(vae.decoder, decode)
+    with pytest.raises(LayerwiseError, match="'height', the size that the function is called with, needs a default"):
+        layerwise.memory(vae.decoder, lambda height: vae.decode(height), inference=True)
 
 
 def test_ranks_whose_functions_make_other_calls_are_told_so() -> None:

@@ -144,13 +144,6 @@ New = Callable[[int, Floats], T]
 Drop = Callable[[Sequence[T]], None]
 
 
-def returned(new: New[T], drop: Drop[T], sizes: Sequence[Floats], received: Sequence[T]) -> None:
-    """Returns the outputs of inference: copies of what is received, which stay."""
-    for slot, size in enumerate(sizes):
-        new(slot, size)
-    drop(received)
-
-
 def differentiated(
     new: New[T], drop: Drop[T], model: CostModel, sink: Layer, sizes: Sequence[Floats], received: Sequence[T]
 ) -> list[T]:

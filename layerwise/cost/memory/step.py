@@ -23,7 +23,7 @@ from layerwise.cost.memory.allocations import (
     part,
 )
 from layerwise.cost.memory.parameters import ParameterStorages
-from layerwise.cost.memory.sizes import BEFORE, EdgeMemory, TensorSizes, differentiated, remembered, returned
+from layerwise.cost.memory.sizes import BEFORE, EdgeMemory, TensorSizes, differentiated, remembered
 from layerwise.cost.model import CostModel, Strategy
 from layerwise.cost.step_facts import step_facts
 from layerwise.geometry.arrays import Floats
@@ -88,6 +88,8 @@ class _Storages:
         self.gradients: dict[str, Ref] = {}  # gradients of outputs, as far as they are added up
         self.in_flight: dict[EdgeEnd, TransferStorage] = {}
         self.sources: dict[str, dict[str, Ref]] = {}  # by block and layer, what the block is recomputed from
+        self.fed = set[int]()  # ids of the storages of inputs and constants
+        self.returned = frozenset(() if self.training else model.graph.layers[-1].inputs)
         self.does: Effects = {
             Begin: self.begin, End: self.end, Move: self.move, Keep: self.keep, Compute: self.compute,
             Output: self.output, Free: self.free, Forget: self.forget,
@@ -158,6 +160,7 @@ class _Storages:
         elif layer.role in (Role.INPUT, Role.CONSTANT):
             fed = tracker.new(self.places[layer.name].owned.volume * layer.out.item_bytes)
             self.values[layer.name] = tracker.hold(fed)  # whoever feeds it keeps it
+            self.fed.update(id(storage) for storage, _ in fed)
         else:
             rewritten = instruction.part == "recompute"  # running statistics, which are put back afterwards
             copies = [tracker.new(n) for _, n in remembered(layer, self.places[layer.name])] if rewritten else []
@@ -165,7 +168,10 @@ class _Storages:
             self._drop(copies)
 
     def output(self, instruction: Output) -> None:
-        """Outputs leave; in training the gradients of their losses are allocated."""
+        """Outputs leave; in training the gradients of their losses are allocated.
+
+        In inference they are what is received, but for what is fed, which is copied.
+        """
         sink = self.model.graph[instruction.layer]
         sizes = [self.sizes.edge(sink, slot).need for slot in range(len(sink.specs))]
 
@@ -175,7 +181,9 @@ class _Storages:
         if self.training:
             self.inward[sink.name] = differentiated(new, self._drop, self.model, sink, sizes, self._inputs(sink))
         else:
-            returned(new, self._drop, sizes, self._inputs(sink))
+            for size, received in zip(sizes, self._inputs(sink), strict=True):
+                fed = sum(devices for storage, devices in received if id(storage) in self.fed)  # disjoint sets
+                self._copied(received, size, fed)
 
     def free(self, instruction: Free) -> None:
         """Drops the layer's output, which lives on only if it was saved."""
@@ -222,12 +230,23 @@ class _Storages:
             self._drop([before, weights, *copies.values()])
             if keeps and number == 0 and (within := self.sizes.within(layer)) is not None:
                 self._keep_within(layer, given[0], devices_of(within) & where)
+        if layer.name in self.returned:  # a view of more would keep all of it
+            own, behind = self.sizes.own(layer.name), np.zeros(tracker.count)
+            for storage, devices in out:
+                behind += np.where(tracker.mask(devices), storage.size, 0.0)
+            out = self._copied(out, own, devices_of(behind > own))
         self.values[layer.name] = out
         if self.flows[layer.name] and saves:
             self.saved[layer.name] = saved
         else:
             self._drop(saved)
         self._drop(given)
+
+    def _copied(self, ref: Ref, size: Floats, where: Devices) -> Ref:
+        """Returns a tensor that is copied on the devices `where`."""
+        copy = self.tracker.new(np.where(self.tracker.mask(where), size, 0.0))
+        self.tracker.drop(part(ref, where))
+        return part(ref, ~where) + copy
 
     def _keep_within(self, layer: Layer, given: Ref, where: Devices) -> None:
         """On the devices `where`, saves what this layer received in place of the maker's box, which is a part of it."""

@@ -5,9 +5,10 @@ What a call writes into the lists and dicts among its arguments, a cache from fr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from layerwise.errors import LayerwiseError, first_line
 from layerwise.importers.torch.read.arguments import Arguments, Call, signature_of
@@ -32,6 +34,11 @@ class RecordedCall:
     key: Key
     call: Call
     carried: frozenset[int]
+    times: int = 1  # that it is made
+    returned_bytes: int = 0  # of what else it returns, once
+    unread: Mapping[int, Tensor] = field(
+        default_factory=dict
+    )  # of `carried`: what no call computes with, on the meta device
 
 
 def recorded(model: nn.Module, act: Callable[[], object]) -> list[RecordedCall]:
@@ -40,6 +47,7 @@ def recorded(model: nn.Module, act: Callable[[], object]) -> list[RecordedCall]:
     LayerwiseError where that asks for values, or does not call the model.
     """
     made = dict[Key, tuple[Call, set[int], list[Any]]]()
+    read = dict[Key, set[int]]()  # leaves of what a call returned that another computes with
     calls = list[tuple[Key, list[Any]]]()  # each with the leaves of what it returned
     fed = list[Any]()  # keeps what was given, so that no other has its id
     signature = signature_of(model)
@@ -53,8 +61,12 @@ def recorded(model: nn.Module, act: Callable[[], object]) -> list[RecordedCall]:
         now: Call = pytree.tree_map_only(Tensor, _on_meta, call)
         arguments = Arguments(signature, now, 0)
         key = key_of(arguments, now)
-        result, written = _with_written(forward, call, arguments)
+        with _Reads() as reads:
+            result, written = _with_written(forward, call, arguments)
+        for other, leaves in calls:
+            read[other].update(i for i, x in enumerate(leaves) if id(x) in reads.ids)
         leaves = pytree.tree_leaves((result, written))
+        read.setdefault(key, set())
         kept = len(pytree.tree_leaves(result))
         made.setdefault(key, (now, set(), leaves))[1].update(
             i for i, x in enumerate(leaves) if i >= kept and isinstance(x, Tensor)
@@ -77,7 +89,17 @@ def recorded(model: nn.Module, act: Callable[[], object]) -> list[RecordedCall]:
         ) from error
     if not made:
         raise LayerwiseError("example_inputs is a function that does not call the model")
-    return [RecordedCall(key, call, frozenset(carried)) for key, (call, carried, _) in made.items()]
+    found, times = list[RecordedCall](), Counter(key for key, _ in calls)
+    for key, (call, carried, leaves) in made.items():
+        sizes = (x.nbytes for i, x in enumerate(leaves) if i not in carried and isinstance(x, Tensor))
+        unread = {i: _on_meta(leaves[i]) for i in carried - read[key]}
+        found.append(RecordedCall(key, call, frozenset(carried), times[key], sum(sizes), unread))
+    return found
+
+
+def unlike(calls: Sequence[RecordedCall]) -> bool:
+    """Whether a model is called in several ways, or keeps state from call to call: every way then has a plan."""
+    return len(calls) > 1 or bool(calls[0].carried)
 
 
 def _on_meta(x: Tensor) -> Tensor:
@@ -95,13 +117,32 @@ def key_of(arguments: Arguments, call: Call) -> Key:
     return frozenset([("lists and dicts", kinds), *each])
 
 
+class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the tensors that operators are given."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ids = set[int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ids.update(map(id, pytree.tree_leaves((args, kwargs))))
+        return func(*args, **(kwargs or {}))
+
+
 @contextmanager
-def returning_written(model: nn.Module) -> Iterator[None]:
-    """Within it a call of the model returns a pair: what it returns, and what it writes into its lists and dicts."""
+def returning_written(model: nn.Module, unread: Collection[int]) -> Iterator[None]:
+    """Within it a call of the model returns a pair: what it returns, and what it writes into its lists and dicts.
+
+    unread: leaves of that, in place of which None is returned.
+    """
     signature = signature_of(model)
 
     def made(own: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **named: _with_written(own, (args, named), Arguments(signature, (args, named), 0))
+        def forward(*args: Any, **named: Any) -> Any:
+            pair = _with_written(own, (args, named), Arguments(signature, (args, named), 0))
+            return with_leaves(pair, dict.fromkeys(unread))
+
+        return forward
 
     with _replaced(model, made):
         yield
@@ -130,6 +171,12 @@ def _with_written(forward: Callable[..., Any], call: Call, arguments: Arguments)
             raise LayerwiseError("the model takes items out of a list or dict that it is given, which no plan follows")
         written.append((tuple(new), tuple(new.values())))
     return result, tuple(written)
+
+
+def with_leaves(tree: Any, leaves: Mapping[int, Any]) -> Any:
+    """Returns a tree with other leaves at some places."""
+    known, structure = pytree.tree_flatten(tree)
+    return pytree.tree_unflatten([leaves.get(i, x) for i, x in enumerate(known)], structure)
 
 
 def write(bound: Mapping[str, Any], written: Written) -> None:

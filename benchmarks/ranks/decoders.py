@@ -1,0 +1,93 @@
+"""What each rank of `benchmarks.decoders --rate` runs: a video decoded by one rank and by all, on the same links.
+
+The plan is the one that `layerwise.parallelize` finds by links and layers which these ranks measure.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import layerwise
+from benchmarks.ranks.inference import PATIENCE_S, timed
+from benchmarks.zoo.shims import torchvision_operators
+from layerwise.comm.start import leave
+
+# Of a quarter of the channels: the class, its options and the latent's shape, of 5 and of 9 frames of 256 x 256.
+HUNYUAN = {"block_out_channels": (32, 64, 128, 128), "norm_num_groups": 8, "layers_per_block": 1}
+VIDEOS: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
+    "hunyuan": ("AutoencoderKLHunyuanVideo", HUNYUAN, (1, 16, 2, 32, 32)),
+    "wan": ("AutoencoderKLWan", {"base_dim": 24}, (1, 16, 3, 32, 32)),
+}
+
+
+@dataclass
+class Job:
+    """One decoder on one cluster."""
+
+    decoder: str
+    seconds: float  # of each way's steps
+    measure_s: float
+
+
+def measure(job: Job) -> dict[str, object]:
+    """Returns the figures."""
+    torchvision_operators()
+    import diffusers
+
+    kind, options, shape = VIDEOS[job.decoder]
+    torch.manual_seed(0)
+    vae = getattr(diffusers, kind)(**options).eval()
+    latent, alone = torch.randn(shape), copy.deepcopy(vae)
+
+    def decode(of: Any) -> Tensor:
+        with torch.inference_mode():
+            video: Tensor = of.decode(latent).sample
+        return video
+
+    chosen = layerwise.ParallelOptions(measure_s=job.measure_s, verbose=False)
+    began = time.perf_counter()
+    vae.decoder = layerwise.parallelize(vae.decoder, lambda: decode(vae), inference=True, options=chosen)
+    planned_s = time.perf_counter() - began
+    video, expected = decode(vae), decode(alone)
+    rounds: dict[str, list[float]] = {"plan": [], "one rank": []}
+    for _ in range(2):
+        rounds["plan"] += timed(lambda: decode(vae), job.seconds / 2)
+        rounds["one rank"] += timed(lambda: decode(alone) if dist.get_rank() == 0 else None, job.seconds / 2)
+    strategy = layerwise.of(vae.decoder).plan.strategy.values()
+    return {
+        "times": {name: statistics.median(seconds) for name, seconds in rounds.items()},
+        "error": float((video - expected).abs().max() / expected.abs().max()),
+        "planned_s": planned_s,
+        "strategy": sorted({str(config) for config in strategy}),
+    }
+
+
+def main() -> None:
+    """argv: the job as JSON, and where rank 0 writes the result."""
+    job, out = Job(**json.loads(sys.argv[1])), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})
+    dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_S))
+    result = measure(job)
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps(result))
+    dist.barrier()
+    leave(0)
+
+
+if __name__ == "__main__":
+    main()
