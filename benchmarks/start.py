@@ -1,6 +1,7 @@
-"""python -m benchmarks.start: from a command to its answer: wall and CPU time of whole processes on one core.
+"""python -m benchmarks.start: from a command to its answer, and from `parallelize` to the end of the first step.
 
-Of some runs the least counts.
+Commands: wall and CPU time of whole processes on one core, the least of some runs. Training: wall time on ranks of this
+machine, once with an empty cache, so that links and layers are measured within it, and once more with what that left.
 """
 
 from __future__ import annotations
@@ -10,12 +11,16 @@ import os
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
+import layerwise
+from benchmarks.common.networks import SMALL
 from layerwise.quantities import units
 
 NETWORKS = ("vgg16", "resnet50", "inception_v3", "densenet121", "unet3d", "mlp:4096x4096x4096")
@@ -50,14 +55,54 @@ def commands(networks: Sequence[str], gpus: int, runs: int) -> Table:
     return table
 
 
+def first_step(name: str) -> None:
+    """Trains one step on this rank; rank 0 prints the seconds since before `parallelize`."""
+    torch.set_num_threads(1)
+    network = SMALL[name]
+    module, (inputs, targets) = network.build(), network.data(network.per_rank)
+    started = time.perf_counter()
+    model = layerwise.parallelize(module, inputs, options=layerwise.ParallelOptions(verbose=False))
+    torch.nn.functional.cross_entropy(model(inputs), targets).backward()
+    torch.optim.SGD(model.parameters(), 0.01).step()
+    if layerwise.of(model).comm.rank == 0:
+        print(f"seconds {time.perf_counter() - started}")
+
+
+def training(networks: Sequence[str], ranks: Sequence[int]) -> Table:
+    """Returns the table of first steps."""
+    table = Table("network", "ranks", "nothing measured before", "measured before", box=None, header_style="bold")
+    for name in networks:
+        for count in ranks:
+            with tempfile.TemporaryDirectory() as cache:
+                environment = os.environ | {"OMP_NUM_THREADS": "1", "LAYERWISE_CACHE": cache}
+                command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+                command += ["-m", "benchmarks.start", "--first-step", name]
+                seconds = []
+                for _ in range(2):
+                    done = subprocess.run(command, check=True, env=environment, stdout=subprocess.PIPE, text=True)
+                    (line,) = (line for line in done.stdout.splitlines() if line.startswith("seconds "))
+                    seconds.append(units(float(line.split()[1]), "s"))
+                table.add_row(SMALL[name].title, str(count), *seconds)
+    return table
+
+
 def main() -> None:
     """Measures and prints."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--networks", nargs="*", default=NETWORKS, metavar="NAME", help="to search for")
+    p.add_argument("--train", nargs="*", default=list(SMALL), choices=list(SMALL), help="to take a first step of")
+    p.add_argument("--ranks", nargs="+", type=int, default=(2, 4))
     p.add_argument("--gpus", type=int, default=16)
     p.add_argument("--runs", type=int, default=3, help="of each command, of which the least counts (default: 3)")
+    p.add_argument("--first-step", choices=list(SMALL), help=argparse.SUPPRESS)
     args = p.parse_args()
-    Console(width=120).print(commands(args.networks, args.gpus, args.runs))
+    if args.first_step:
+        first_step(args.first_step)
+        return
+    console = Console(width=120)
+    console.print(training(args.train, args.ranks))
+    if args.networks:
+        console.print(commands(args.networks, args.gpus, args.runs))
 
 
 if __name__ == "__main__":

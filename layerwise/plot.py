@@ -5,6 +5,7 @@ A configuration has one colour in all figures of a strategy; parts of the step h
 
 from layerwise.search.plot.devices import layers
 from layerwise.search.plot.step import timeline
-from layerwise.search.plot.structure import strategy
+from layerwise.search.plot.structure import eliminations, strategy
+from layerwise.search.plot.tables import costs, regret, transfers
 
-__all__ = ["layers", "strategy", "timeline"]
+__all__ = ["costs", "eliminations", "layers", "regret", "strategy", "timeline", "transfers"]

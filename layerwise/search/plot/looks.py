@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from layerwise.config import Config
-from layerwise.errors import shown
+from layerwise.errors import LayerwiseError, shown
+from layerwise.graph.layer import Layer
 from layerwise.report.figures import check_drawable
 from layerwise.search.result import Candidate, SearchResult
 
@@ -106,6 +107,13 @@ def bare(axes: Axes) -> None:
 def best_of(result: SearchResult | Candidate) -> Candidate:
     """The strategy to draw."""
     return result.best if isinstance(result, SearchResult) else result
+
+
+def of_block(layers: Iterable[Layer], block: str) -> list[Layer]:
+    """The layers of a block. Raises LayerwiseError if no name begins with it."""
+    if found := [layer for layer in layers if layer.name.startswith(block)]:
+        return found
+    raise LayerwiseError(f"no layer's name begins with {block!r}")
 
 
 def words(text: str) -> str:

@@ -1,13 +1,15 @@
-"""A strategy on the graph of its network."""
+"""The graph of a network: its strategy on it, and how eliminations reduce it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from layerwise.cost.model import CostModel
+from layerwise.errors import LayerwiseError
 from layerwise.quantities import units
 from layerwise.search.plot.looks import (
     FONT,
@@ -21,20 +23,23 @@ from layerwise.search.plot.looks import (
     ink,
     legend_of,
     looks,
+    of_block,
     paler,
     paper,
     titled,
 )  # fmt: skip
 from layerwise.search.result import Candidate, SearchResult
+from layerwise.search.solve.eliminate import reduction_order
 
 if TYPE_CHECKING:
     import networkx as nx
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MOST = 30  # layers: of at most so many each is named
+MOST = 30  # layers, up to which each is named, or each elimination has a panel
 ACROSS, DOWN = 0.46, 0.30  # inches between layers without names
 NAMED, LINE = 0.9, 0.46  # the same with names
+PANELS = 4  # side by side
 
 
 class At(NamedTuple):
@@ -113,18 +118,18 @@ def _blocks(at: Mapping[str, At]) -> Iterator[tuple[str, float, float]]:
             yield cut(block, 14), (first[0].x + max(p.x for p in first)) / 2, min(place.y for place in first) - 0.45
 
 
-def _edge(axes: Axes, source: At, target: At) -> None:
+def _edge(axes: Axes, source: At, target: At, colour: str = "#666666", width: float = 0.8) -> None:
     """A line, bowed if it passes layers, and through the margins to the next row."""
-    here = source.row == target.row
-    if target.x == 0 and target.row == source.row + 1:
+    if source.row != target.row and target.x == 0 and target.row == source.row + 1:
         for (x, y, _), side in ((source, 1), (target, -1)):
-            axes.plot([x, x + 0.58 * side], [y, y], ":", color="#666666", linewidth=0.8, zorder=1)
+            axes.plot([x, x + 0.58 * side], [y, y], ":", color=colour, linewidth=width, zorder=1)
         return
-    far = here and target.x - source.x > 1 and abs(source.y - target.y) < 0.5
-    bow = {"connectionstyle": f"arc3,rad={-0.25 if far else 0}", "arrowstyle": "-", "shrinkA": 0, "shrinkB": 0}
-    colour, width = ("#666666", 0.8) if here else ("#aaaaaa", 0.6)
+    if source.row != target.row:
+        width, colour = 0.6, "#aaaaaa"
+    far = source.row == target.row and target.x - source.x > 1 and abs(source.y - target.y) < 0.5
+    bow = {"connectionstyle": f"arc3,rad={-0.25 if far else 0}", "arrowstyle": "-", "color": colour}
     between = {"xy": (target.x, target.y), "xytext": (source.x, source.y), "zorder": 1}
-    axes.annotate("", **between, arrowprops={**bow, "color": colour, "linewidth": width})  # type: ignore[arg-type]
+    axes.annotate("", **between, arrowprops={**bow, "linewidth": width, "shrinkA": 0, "shrinkB": 0})  # type: ignore[arg-type]
 
 
 def placed(graph: nx.DiGraph[str], columns: int) -> dict[str, At]:
@@ -155,3 +160,77 @@ def placed(graph: nx.DiGraph[str], columns: int) -> dict[str, At]:
         result |= {name: At(x, top + y[name] - highest, row) for x, name in here}
         top += max(y[name] for _, name in here) - highest + 1.5
     return result
+
+
+def eliminations(result: SearchResult | Candidate | CostModel, block: str = "") -> Figure:
+    """Returns the eliminations of a block of layers: a panel with the graph before each of them.
+
+    Args:
+        result: A search's result or candidate, or the cost model to search.
+        block: Prefix of the layers' names, such as `"Mixed_5b"`; their neighbours are shown too.
+
+    Returns:
+        A matplotlib figure. Blue is the layer to be eliminated next (node elimination: its best configuration is known
+        for each pair of its neighbours' configurations); red is the edge that replaces it, thick if there was one
+        already (edge elimination: the two are added). The last panel shows what is left.
+
+    Raises:
+        LayerwiseError: There is no such block, or it has more than 30 layers.
+
+    Examples:
+        >>> import layerwise
+        >>> graph = layerwise.fuse(layerwise.load_model("inception_v3", 32))
+        >>> model = layerwise.CostModel(graph, layerwise.load_profile("p100").device_graph(4))
+        >>> figure = eliminations(model, "Mixed_5b")
+    """
+    import networkx as nx
+
+    model = result if isinstance(result, CostModel) else best_of(result).model
+    inside = {layer.name for layer in of_block(model.graph.inner, block)}
+    if len(inside) > MOST:
+        raise LayerwiseError(
+            f"there is no room for the eliminations of {len(inside)} layers: name a block of at most {MOST}"
+        )
+    graph: nx.DiGraph[str] = nx.DiGraph((u, v) for u, v, _ in model.graph.edges() if {u, v} & inside)
+    order = reduction_order(list(graph), list(graph.edges))
+    letters = dict(zip(graph, (chr(ord("a") + i) if i < 26 else str(i) for i in range(len(graph))), strict=True))
+    at, news = placed(graph, len(graph)), dict[tuple[str, str], float]()
+    rows, bottom = -(-(len(order) + 1) // PANELS), max(place.y for place in at.values())
+    high = max(1.0, 0.22 * (bottom + 2))
+    figure = paper("eliminations", high * rows + 0.45 + 0.17 * -(-len(graph) // 2))
+    panels = figure.subplots(rows, PANELS, squeeze=False).ravel()
+    for number, (axes, name) in enumerate(zip(panels, [*order, ""], strict=False)):
+        for u, v in graph.edges:
+            _edge(axes, at[u], at[v], *(("#D55E00", news[u, v]) if (u, v) in news else ()))
+        for node in graph:
+            fill = "#0072B2" if node == name else "white" if node in inside else "#d4d4d4"
+            style = {"boxstyle": "circle,pad=0.15", "facecolor": fill, "edgecolor": "black", "linewidth": 0.5}
+            text = {"size": SMALL, "ha": "center", "va": "center", "color": "white" if node == name else "black"}
+            axes.text(at[node].x, at[node].y, letters[node], bbox=style, **text)
+        axes.set_title(
+            f"{number + 1}: {letters[name]} goes" if name else f"left: {', '.join(letters[node] for node in graph)}",
+            size=SMALL,
+        )
+        if name:
+            (before,), (behind,) = graph.predecessors(name), graph.successors(name)
+            news = {(before, behind): 2.6 if graph.has_edge(before, behind) else 1.2}
+            graph.remove_node(name)
+            graph.add_edge(before, behind)
+    for axes in panels:
+        bare(axes)
+        axes.set_xlim(-0.6, max(place.x for place in at.values()) + 0.6)
+        axes.set_ylim(bottom + 0.7, -0.7)
+    for axes in panels[len(order) + 1 :]:
+        axes.set_visible(False)
+    figure.suptitle(f"{model.graph.name}: {len(order)} eliminations", size=FONT)
+    names = [f"{letter} {name}" for name, letter in letters.items()]
+    figure.supxlabel(_in_columns(names, 2), x=0.02, ha="left", size=SMALL, family="monospace")
+    return figure
+
+
+def _in_columns(names: Sequence[str], columns: int) -> str:
+    """Names in columns, one below the other."""
+    high = -(-len(names) // columns)
+    parts = [names[first : first + high] for first in range(0, len(names), high)]
+    wide = max(map(len, names)) + 3
+    return "\n".join("".join(part[line].ljust(wide) for part in parts if line < len(part)) for line in range(high))

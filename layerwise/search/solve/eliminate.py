@@ -54,6 +54,12 @@ def eliminate(tables: CostTables, memory_bytes: float = 2**31) -> Optimum:
     return Optimum(choice, cost, min(bound, cost), len(rest), (*order, *finish))
 
 
+def reduction_order(names: Sequence[str], edges: Sequence[tuple[str, str]]) -> list[str]:
+    """The layers that node eliminations remove from a graph, in order, which does not depend on costs."""
+    tables = {(u, v, slot): np.zeros((1, 1)) for slot, (u, v) in enumerate(edges)}
+    return _Reduction({name: np.zeros(1) for name in names}, tables).reduce()
+
+
 def total(
     node: Mapping[str, Floats], transfer: Mapping[tuple[str, str, int], Floats], choice: Mapping[str, int]
 ) -> float:

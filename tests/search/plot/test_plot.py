@@ -1,6 +1,7 @@
 """The pictures of a result: what stands in them is what was searched, and names are text."""
 
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import networkx as nx
@@ -8,10 +9,12 @@ import pytest
 
 import layerwise
 from layerwise.config import Config
+from layerwise.errors import LayerwiseError
 from layerwise.search.find import search
 from layerwise.search.plot import looks as shared
 from layerwise.search.plot.structure import placed
 from layerwise.search.result import SearchResult
+from layerwise.search.solve.eliminate import reduction_order
 
 
 @cache
@@ -62,9 +65,50 @@ def test_no_two_configurations_look_alike() -> None:
         assert (1.05 / bright if shared.ink(paint) == "white" else bright / 0.05) > 4.5
 
 
-def test_alternatives_are_ranked_by_the_step_around_them() -> None:
+def test_costs_are_those_of_the_tables() -> None:
     result = of("vgg16", 512, 16)
+    axes = layerwise.plot.costs(result, "classifier").axes[0]
+    names, configs = ([text.get_text() for text in side] for side in (axes.get_yticklabels(), axes.get_xticklabels()))
+    assert names == ["classifier.0", "classifier.3", "classifier.6"]
+    values = axes.images[0].get_array()
+    for y, name in enumerate(names):
+        node = dict(zip(map(str, result.tables.configs[name]), result.tables.node[name], strict=True))
+        for x, config in enumerate(configs):
+            if config in node:
+                assert values[y, x] == pytest.approx(node[config] / min(node.values()), abs=1e-5)
+    with pytest.raises(LayerwiseError, match="no layer's name begins with 'head'"):
+        layerwise.plot.costs(result, "head")
+
+
+def test_transfers_are_those_of_the_tables() -> None:
+    result = of("vgg16", 512, 16)
+    axes = layerwise.plot.transfers(result, ("classifier.0", "classifier.3")).axes[0]
+    down, across = ([text.get_text() for text in side] for side in (axes.get_yticklabels(), axes.get_xticklabels()))
+    sources, targets = (list(map(str, result.tables.configs[name])) for name in ("classifier.0", "classifier.3"))
+    table = result.tables.transfer["classifier.0", "classifier.3", 0]
+    here = 1e3 * table[sources.index(down[1]), targets.index(across[2])]
+    assert axes.images[0].get_array().filled(0)[1, 2] == pytest.approx(here)
+    with pytest.raises(LayerwiseError, match=r"'classifier.0' feeds classifier\.3"):
+        layerwise.plot.transfers(result, ("classifier.0", "classifier.6"))
+
+
+def test_an_inception_module_is_eliminated_to_one_edge() -> None:
+    model = of("inception_v3", 128, 4).best.model
+    panels = [axes for axes in layerwise.plot.eliminations(model, "Mixed_5b").axes if axes.get_visible()]
+    drawn = [[text.get_text() for text in axes.texts if text.get_text()] for axes in panels]
+    for before, after in pairwise(drawn):
+        assert len(before) == len(after) + 1
+    assert len(drawn) == 9  # eight convolutions and a pool in four branches
+    assert reduction_order("abcd", [("a", "b"), ("b", "d"), ("a", "c"), ("c", "d")]) == ["b", "c"]
+    with pytest.raises(LayerwiseError, match="name a block"):
+        layerwise.plot.eliminations(model)
+
+
+def test_regret_is_of_the_second_best() -> None:
+    result = of("vgg16", 512, 16)
+    said = labels(layerwise.plot.regret(result))
     first, second, *_ = result.alternatives["classifier.0"]
+    assert f"{first.config}, else {second.config}" in said
     assert first.step_time_s == pytest.approx(result.additive.price.step_time_s, rel=0.05)
     assert second.step_time_s >= first.step_time_s
 
