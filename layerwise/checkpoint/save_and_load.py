@@ -92,7 +92,10 @@ def save(
     def write() -> JSON:
         path = temporary / file_name(comm.rank)
         if not temporary.is_dir():
-            raise LayerwiseError(f"{os.fspath(temporary)!r} is not visible here: all ranks must share the file system")
+            raise LayerwiseError(
+                f"{os.fspath(temporary)!r} is not visible here: all ranks must share the file system, and no other run "
+                "may use the folder"
+            )
         return [path.name, write_shards(path, shards)] if shards else None
 
     def complete(written: list[Any]) -> JSON:

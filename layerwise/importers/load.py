@@ -211,35 +211,50 @@ def network_of(
 def with_constants(
     network: Network, examples: Sequence[object], kwargs: Mapping[str, object], dtype: torch.dtype
 ) -> Network:
-    """Returns a module's network with the constants that its forward pass computes in another element type.
+    """Returns a module's network with the constants that its forward pass computes in a wider element type.
 
-    A table that a model computes in its own type, such as the sines of positions, has more digits in a wider type.
-    Raises LayerwiseError if the module has other constants in that type.
+    A table that a model computes in its own type, such as the sines of positions, has more digits there. Tensors that
+    the module holds are as they are. Raises LayerwiseError if the module has other constants in that type.
     """
     import copy
 
     import torch
     from torch.utils import _pytree as pytree
 
-    from layerwise.tensorfile import dtype_name
-
-    graph, computed = network.graph, sorted(network.stored.keys() - {*network.keys, *network.keys.values()})
-    if network.module is None or graph.dtype == dtype_name(dtype) or not computed:
+    own: torch.dtype = getattr(torch, network.graph.dtype)
+    if network.module is None or dtype.itemsize <= own.itemsize:
         return network
-    module = copy.deepcopy(network.module).to(dtype)
+    attributes = [x for module in network.module.modules() for x in vars(module).values()]
+    held = {x.data_ptr() for x in (*network.module.buffers(), *attributes) if isinstance(x, torch.Tensor)}
+    computed: dict[str, torch.Tensor] = {}
+    for name in sorted(network.stored.keys() - {*network.keys, *network.keys.values()}):
+        value = network.stored[name]()
+        if isinstance(value, torch.Tensor) and value.dtype == own and value.data_ptr() not in held:
+            computed[name] = value
+    if not computed:
+        return network
+    run_in = f"run it in {network.graph.dtype}"
+    try:
+        module = copy.deepcopy(network.module).to(dtype)
+    except Exception as error:  # of the user's class
+        told = f"{type(error).__name__}: {error}"
+        raise LayerwiseError(
+            f"the model computes constants, and cannot be copied to compute them in {dtype} ({told}): {run_in}"
+        ) from error
     call = pytree.tree_map_only(
         torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, (tuple(examples), dict(kwargs))
     )
     with IMPORTING:
         wide = traced(module, call, "", trusted=True, shared=network.shared).stored
-    if missing := [name for name in computed if name not in wide]:
-        raise LayerwiseError(
-            f"the model computes other constants in {dtype_name(dtype)} than in {graph.dtype} (not {missing[0]!r}): "
-            f"run it in {graph.dtype}"
-        )
-    values = {name: wide[name] for name in computed}
-    built = {name: value for name, read in values.items() if isinstance(value := read(), torch.Tensor)}
-    return replace(network, stored={**network.stored, **values}, built={**network.built, **built})
+    values: dict[str, torch.Tensor] = {}
+    for name, value in computed.items():
+        made = wide[name]() if name in wide else None
+        if not isinstance(made, torch.Tensor) or made.shape != value.shape:
+            raise LayerwiseError(f"the model computes other constants in {dtype} (not {name!r}): {run_in}")
+        if not torch.equal(made, value.to(dtype)):
+            values[name] = made.clone()
+    stored = dict(network.stored) | {name: partial(values.__getitem__, name) for name in values}
+    return replace(network, stored=stored, built={**network.built, **values})
 
 
 def network_with(

@@ -244,9 +244,9 @@ class Job:
 
     def _save(self) -> None:
         """Adds the times at the end of the profile, where a search looks first, and writes it."""
-        where = [kind.where for kind in self.kinds]
         if times := tuple(measuring.times for measuring in self.measuring if measuring.times.count):
-            others = tuple(other for other in self.base.layers if other.conditions not in where)
+            again = [each.conditions for each in times]
+            others = tuple(other for other in self.base.layers if other.conditions not in again)
             self.profile = replace(self.base, layers=(*others, *times))
             if self.out is not None:
                 save(self.profile, self.out)

@@ -173,7 +173,8 @@ def test_a_plan_says_that_it_rests_on_it(profile: Path, tmp_path: Path, capsys: 
     assert run_main(dispatch, ["search", *MODEL, "--profile", str(profile), "--dtype", "float64", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert (said["compute_time"]["measured"], said["compute_time"]["conditions"]) == (0.0, None)
-    assert "so t_C in float64 is analytic" in said["warnings"][0]
+    assert "bytes and memory are those of float32 tensors" in said["warnings"][0]
+    assert "so t_C in float64 is analytic" in said["warnings"][1]
 
 
 def test_a_profile_that_is_damaged_or_of_another_device(

@@ -106,7 +106,7 @@ class Picked(nn.Module):
 def test_a_parameter_of_its_own_that_only_one_rank_reads() -> None:
     """It depends on no input, so the others have it, too, and take their part in the sum of its gradients."""
     index = torch.tensor([[[0, 1, 1, 0]], [[1, 1, 2, 0]]])
-    network = network_of(Picked(), (index,), 2, "test")
+    network = network_of(Picked(), (index,), 2, "test", trusted=True)  # of two samples alone
     graph = fuse(network.graph)
     plan = Plan("test", graph.digest, 2, 2, 2, "free", True, dict.fromkeys((x.name for x in graph.inner), Config()))
 

@@ -184,8 +184,10 @@ class Trial:
             if self.every is not self.first:
                 wide.settle()
             return wide
-        except UnprovenError:
-            raise
+        except UnprovenError as error:
+            if not isinstance(error, NotRunError):
+                raise
+            raise UnprovenError(f"its rounding is large, and it does not run in float64 ({error})") from error
         except Exception as error:  # anything that a user's class raises
             raise UnprovenError(
                 f"its rounding is large, and it does not run in float64 ({type(error).__name__})"
@@ -325,15 +327,15 @@ class _BatchNorms(TorchFunctionMode):
         if x.dim() < 2 or x.shape[0] % self.samples:  # over some of the samples, or over weights
             self.seen.append(None)
             return func(*args, **named)
-        dims = [d for d in range(x.dim()) if d != 1]
-        values = x.detach()
+        dims, weight = [d for d in range(x.dim()) if d != 1], given.get("weight")
+        values = x.detach() if weight is None else x.detach().to(weight.dtype)  # of 16 bits, with parameters of 32
         own = BatchStatistics(x.shape[0] // self.samples, values.mean(dims), values.var(dims, unbiased=False))
         self.seen.append(own)
         other = self.known[number] if self.known is not None and number < len(self.known) else None
         if other is None or other.rows != own.rows or other.mean.shape != own.mean.shape:
             return func(*args, **named)
         return functional.batch_norm(
-            x, other.mean, other.var, given.get("weight"), given.get("bias"), training=False, eps=given.get("eps", 1e-5)
+            x, other.mean, other.var, weight, given.get("bias"), training=False, eps=given.get("eps", 1e-5)
         )
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
+from unittest.mock import MagicMock, patch
 
 import torch
 from lightning.pytorch import Trainer
@@ -71,11 +72,7 @@ def first_calls(trainer: Trainer, batch: Any) -> dict[str, Any]:
         running.append(path)
 
     numbers = (0, 0)[: max(0, len(inspect.signature(getattr(module, name)).parameters) - 1)]  # of batch and loader
-    attributes, trial = vars(module), _trial(module)
-    with torch.no_grad(), ExitStack() as stack:
-        stack.callback(attributes.update, dict(attributes))
-        stack.callback(attributes.clear)  # before that, as callbacks run last to first
-        attributes.update(trial)
+    with torch.no_grad(), patch.dict(vars(module), _trial(module)), ExitStack() as stack:
         for path, part in module.named_modules():
             if path and any(True for _ in part.parameters()):
                 hook = part.register_forward_pre_hook(lambda m, a, k, p=path: before(p, m, a, k), with_kwargs=True)
@@ -93,29 +90,6 @@ def first_calls(trainer: Trainer, batch: Any) -> dict[str, Any]:
     return {path: call for path, call in calls.items() if not any(path.startswith(f"{other}.") for other in calls)}
 
 
-class _Idle:
-    """An optimizer, a scheduler or a logger that does nothing: all that is asked of it is itself."""
-
-    def __getattr__(self, name: str) -> _Idle:
-        return self
-
-    def __call__(self, *args: object, **named: object) -> _Idle:
-        return self
-
-    __enter__ = __getitem__ = __call__
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __call__
-
-    def __exit__(self, *error: object) -> None: ...
-
-    def __setitem__(self, key: object, value: object) -> None: ...
-
-    def __iter__(self) -> Iterator[_Idle]:
-        return iter((self,))
-
-    def __float__(self) -> float:
-        return 1.0
-
-
 def _trial(module: Any) -> dict[str, Any]:
     """Attributes of a module that neither logs nor trains, whose lists, metrics and losses are copies."""
     collections = (dict, list, set, deque)
@@ -123,7 +97,7 @@ def _trial(module: Any) -> dict[str, Any]:
     for name, child in module._modules.items():
         if child is not None and not any(True for _ in child.parameters()):
             copies["_modules"][name] = copy.deepcopy(child)
-    idle = _Idle()
+    idle = MagicMock()  # an optimizer, a scheduler or a logger that does nothing
     if not module.automatic_optimization:
         count = len(_init_optimizers_and_lr_schedulers(module)[0])
         copies["optimizers"] = lambda *_, **__: [idle] * count if count > 1 else idle
