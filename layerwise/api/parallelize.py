@@ -72,7 +72,7 @@ def parallelize(
     device_mesh: DeviceMesh | dist.ProcessGroup | None = None,
     options: ParallelOptions = DEFAULT,
 ) -> ParallelModule:
-    """Splits every layer of `model` as is predicted to be fastest, and returns this rank's part of it.
+    """Splits every layer of `model` in the way that is predicted to be fastest, and returns the changed model.
 
         model = layerwise.parallelize(model, example_inputs)    # under torchrun; was: DistributedDataParallel(model)
         optimizer = torch.optim.AdamW(model.parameters())       # after this call
@@ -81,7 +81,7 @@ def parallelize(
     are those of one device on the samples of all ranks together, where the loss is a mean over samples. Every rank
     calls it with the same arguments. Without torchrun the model runs on one device.
 
-    A script for one device needs two lines:
+    A script for one device needs these two lines:
 
         model = layerwise.parallelize(model, loader)    # a batch of the loader is that of all ranks together
         loader = layerwise.split(loader, model)         # each rank loads its share of every batch

@@ -79,4 +79,7 @@ def stuck_text(signs: Mapping[int, Sign], members: Members, timeout_s: float, re
 
 def _ended_text(which: Sequence[int], signs: Mapping[int, Sign], members: Members) -> str:
     have = "has" if len(which) == 1 else "have"
-    return f"{ranks(which, members)} {have} ended the run ({signs[which[0]].where}) while others go on"
+    return (
+        f"{ranks(which, members)} {have} ended the run ({signs[which[0]].where}) while others go on: every rank "
+        "must call the model equally often, also to evaluate it"
+    )

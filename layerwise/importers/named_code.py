@@ -40,6 +40,10 @@ def called(spec: str, input_shape: tuple[int, ...] | None = None) -> tuple[nn.Mo
     if inputs is None:
         first = next(network.parameters(), torch.empty(0))
         inputs = torch.randn(2, *(input_shape or ()), device=first.device, dtype=first.dtype)
+    if isinstance(inputs, dict):
+        raise LayerwiseError(
+            f"model {spec!r} returned a dict of inputs: return a tuple, in the order of the forward pass's arguments"
+        )
     inputs = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
     places = {x.device.type for x in inputs if isinstance(x, torch.Tensor)}
     if "meta" in places and any(p.device.type != "meta" for p in network.parameters()):

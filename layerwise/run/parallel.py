@@ -57,6 +57,11 @@ class ParallelModule(nn.Module):
             if run is not None and name in run.unkept:
                 what, instead = f"{name!r} of the parallel module", "return from the model what its forward pass stores"
                 raise AttributeError(str(unsupported(what, instead))) from None
+            if run is not None and name == "module":  # DistributedDataParallel's
+                raise AttributeError(
+                    "a parallel model has no 'module', as it is the model itself: layerwise.save(model, file), called "
+                    "on every rank, saves its full state dict"
+                ) from None
             raise
 
     def compile(self, **settings: Any) -> None:

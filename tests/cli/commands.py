@@ -22,6 +22,7 @@ class Net(nn.Module):
     def forward(self, x):
         return self.second(torch.relu(self.first(x)))
 def alone(): return Net()
+def by_name(): return Net(), {"x": torch.randn(2, 8)}
 def on_meta(): return Net(), torch.empty(2, 8, device="meta")
 def chatty():
     print("building")
