@@ -16,7 +16,7 @@ from layerwise.api.arguments import ParallelOptions
 from layerwise.api.planner import Planner, Request
 from layerwise.api.world import World
 from layerwise.comm.solo import SoloComm
-from layerwise.config import Config, SearchSpace
+from layerwise.config import Config, SearchSpace, why_illegal
 from layerwise.cost.model import CostModel
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer_graph import LayerGraph
@@ -36,7 +36,7 @@ from layerwise.partition.place import data_parallel
 from layerwise.plan import Plan
 from layerwise.progress import progress_bar
 from layerwise.run.load import load
-from layerwise.search.find import search
+from layerwise.search.find import candidate, search
 
 # Part of the device's name, as CUDA has it -> built-in profile, beside the devices of `layerwise machines`.
 KNOWN = {"h100": "h100", "p100": "p100", "v100": "v100", "cpu": "cpu"}
@@ -196,7 +196,8 @@ def _layers(planner: Planner, profile: Profile, budget_s: float) -> tuple[Profil
 def strategies(model: CostModel, space: SearchSpace) -> list[Mapping[str, Config]]:
     """Returns the best strategy, the additive optimum and the baselines: whose times matter most.
 
-    Of unequal devices also those by which weights are chosen: each kind alone, and equal parts of the samples.
+    Of unequal devices also those by which weights are chosen: each kind alone, and equal parts of the samples. And the
+    fastest that cuts every layer along one dimension by weights: a fit to other pieces says little of such parts.
     """
     result, inner = search(model, space), model.graph.inner
     candidates = [result.best, result.additive, *result.baselines.values()]
@@ -205,7 +206,18 @@ def strategies(model: CostModel, space: SearchSpace) -> list[Mapping[str, Config
         alone = [Config().weighted(tuple(int(i == kinds.index(k)) for i in range(len(kinds)))) for k in set(kinds)]
         found += [dict.fromkeys((layer.name for layer in inner), one) for one in alone]
         found.append({layer.name: data_parallel(layer, min(len(kinds), model.graph.batch)) for layer in inner})
+        cuts = [_cut(model, label, model.weights[0]) for label in ("n", "d", "h", "w", "l", "s")]
+        cuts = [cut for cut in cuts if any(config.total > 1 for config in cut.values())]
+        found += sorted(cuts, key=lambda cut: candidate(model, "", cut).timeline.total_s)[:1]
     return found
+
+
+def _cut(model: CostModel, label: str, weights: tuple[int, ...]) -> Mapping[str, Config]:
+    """Returns every layer cut along one dimension by weights; a layer that cannot be is on the fastest device."""
+    cut = Config.of({label: len(weights)}).weighted(weights)
+    one = Config().weighted(tuple(int(i == weights.index(max(weights))) for i in range(len(weights))))
+    inner = model.graph.inner
+    return {layer.name: one if why_illegal(cut, layer.space.dims) else cut for layer in inner}
 
 
 def module(plan: Plan, graph: LayerGraph, mode: Mode) -> nn.Module:

@@ -1,9 +1,14 @@
-"""A cache of measured profiles that is damaged, cannot be written, or no longer true."""
+"""A cache of measured profiles that is damaged, cannot be written, or no longer true; and what is measured first."""
 
 from pathlib import Path
 
 import pytest
 
+from layerwise.api.machine import strategies
+from layerwise.config import SearchSpace, check
+from layerwise.cost.model import CostModel
+from layerwise.graph.fuse import fuse
+from layerwise.importers.load import load_model
 from layerwise.machine import load as load_profile
 from tests.comm.pool import run_ranks
 
@@ -38,3 +43,15 @@ def test_what_is_no_longer_true_is_measured_again(tmp_path: Path) -> None:
     assert "layers differ from the measurement on" in layers
     assert "measuring the layers again" in layers
     assert nothing == ["", "", ""]
+
+
+def test_parts_by_weights_are_measured_whether_or_not_a_fit_proposes_them() -> None:
+    graph = fuse(load_model("unet3d:16", 1))
+    devices = load_profile("cpu,kinds=cpu:1+cpu@0.5:2").device_graph(3, 1)
+    model = CostModel(graph, devices)
+    cut = strategies(model, SearchSpace(3, weights=model.weights))[-1]
+    spread = [cut[layer.name] for layer in graph.inner if cut[layer.name].uneven]
+    assert len(spread) > len(graph.inner) / 2
+    assert len({(config.degrees, config.weights) for config in spread}) == 1
+    for layer in graph.inner:
+        check(cut[layer.name], layer.space.dims, 3, layer.name)
