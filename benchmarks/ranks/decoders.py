@@ -6,14 +6,9 @@ The plan is the one that `layerwise.parallelize` finds by links and layers which
 from __future__ import annotations
 
 import copy
-import json
-import os
 import statistics
-import sys
 import time
 from dataclasses import dataclass
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import layerwise
-from benchmarks.ranks.inference import PATIENCE_S, timed
+from benchmarks.ranks.inference import timed
+from benchmarks.ranks.rank import run
 from benchmarks.zoo.shims import torchvision_operators
-from layerwise.comm.start import leave
 
 # Of a quarter of the channels: the class, its options and the latent's shape, of 5 and of 9 frames of 256 x 256.
 HUNYUAN = {"block_out_channels": (32, 64, 128, 128), "norm_num_groups": 8, "layers_per_block": 1}
@@ -75,19 +70,5 @@ def measure(job: Job) -> dict[str, object]:
     }
 
 
-def main() -> None:
-    """argv: the job as JSON, and where rank 0 writes the result."""
-    job, out = Job(**json.loads(sys.argv[1])), Path(sys.argv[2])
-    torch.set_num_threads(1)
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})
-    dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_S))
-    result = measure(job)
-    if dist.get_rank() == 0:
-        out.write_text(json.dumps(result))
-    dist.barrier()
-    leave(0)
-
-
 if __name__ == "__main__":
-    main()
+    run(Job, measure)

@@ -272,7 +272,10 @@ class _Holding:
     # ---- events ----
 
     def events(self) -> Iterator[Event]:
-        """What all layers and edges hold. A layer's first two instants are its own, its others belong to its edges."""
+        """Yields what all layers and edges hold, and when.
+
+        A layer's first two instants are its own, its others belong to its edges.
+        """
         count, start, none = len(self.instants), self._start, range(0)
         own = {i: range(start[i], start[i] + 2) for i in (self.index[name] for name in self.backward)}
         for name, i in self.index.items():

@@ -97,7 +97,7 @@ class _Tables:
 
 @dataclass(frozen=True, slots=True)
 class _Left:
-    """What is left of a space, the best choice seen in it, the prices, and a lower bound of all that fit."""
+    """The configurations left of a space, the best choice seen in it, the prices, and a lower bound of all that fit."""
 
     tables: _Tables
     seen: Seen
