@@ -146,7 +146,7 @@ def test_memory_falls_with_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "MUCH", 0)
     monkeypatch.setattr(attention, "SCORES", 1 << 10)
     monkeypatch.setattr(recipes, "WIDE", 16)
-    _, x, network = made("numbers", 32, 240)
+    _, x, network = made("numbers", 32, 480)
     peaks = []
     for ranks in (1, 2, 4):
         plan, costs = split(network, ranks)

@@ -243,12 +243,16 @@ class TensorSizes:
         return model.once(key, lambda: parameters_of(model, layer, config, place_of(model, layer, config)))
 
     def edge(self, layer: Layer, slot: int) -> EdgeMemory:
-        """The transfer to one of a layer's inputs; of one that comes a piece at a time, two pieces."""
+        """The transfer to one of a layer's inputs.
+
+        One that comes a piece at a time has three pieces: the one that is read, and the next one, as it is received and
+        as it is put together.
+        """
         pieces = self.pieces(layer)
         if slot not in pieces:
             return self._edge(layer, slot)
         none = np.zeros_like(pieces[slot])
-        return replace(self._edge(layer, slot), need=2 * pieces[slot], received=none, forth=none)
+        return replace(self._edge(layer, slot), need=3 * pieces[slot], received=none, forth=none)
 
     def pieces(self, layer: Layer) -> dict[int, Floats]:
         """(N,) bytes of each device's largest piece, by input; {} if the layer receives its inputs in full."""
