@@ -92,6 +92,7 @@ class Job:
     budget_s: float
     comm: Comm
     measuring: list[Measuring] = field(init=False)  # one for each of `kinds`
+    _priced: tuple[list[LayerTimes], CostModel] | None = field(init=False, default=None)  # by these times
     profile: Profile = field(init=False)  # the base, with the measurements
 
     def __post_init__(self) -> None:
@@ -234,13 +235,15 @@ class Job:
 
     def _model(self) -> CostModel:
         """The cost model with the times measured so far."""
-        devices, layers = self.devices, self.devices.layers
-        each = list(devices.kinds)
-        for kind, measuring in zip(self.kinds, self.measuring, strict=True):
-            times = (measuring.times,)
-            layers = layers if kind.kind else times
-            each = [replace(one, layers=times) if i == kind.kind else one for i, one in enumerate(each)]
-        return CostModel(self.graph, replace(devices, layers=layers, kinds=tuple(each)), self.options)
+        known = [measuring.times for measuring in self.measuring]
+        if self._priced is None or any(a is not b for a, b in zip(self._priced[0], known, strict=True)):
+            devices, layers, each = self.devices, self.devices.layers, list(self.devices.kinds)
+            for kind, times in zip(self.kinds, known, strict=True):
+                layers = layers if kind.kind else (times,)
+                each = [replace(one, layers=(times,)) if i == kind.kind else one for i, one in enumerate(each)]
+            priced = CostModel(self.graph, replace(devices, layers=layers, kinds=tuple(each)), self.options)
+            self._priced = known, priced
+        return self._priced[1]
 
     def _save(self) -> None:
         """Adds the times at the end of the profile, where a search looks first, and writes it."""

@@ -151,28 +151,29 @@ class Time:
 def timed(comm: Comm, operation: Do | None, rounds: int = ROUNDS, budget_s: float = inf) -> Time:
     """The time that an operation takes the slowest rank. Every rank calls this; None: it takes no part.
 
-    budget_s: no further round begins once this is over; one is always taken.
+    budget_s: no further round begins once this is over, the ranks' talk included; one is always taken.
     """
-    spent_s = 0.0
+    began, spent_s = time.monotonic(), 0.0
     for _ in range(2):  # the first one connects and allocates
-        _, first = _slowest(comm, operation, 1)
-        spent_s += first
+        _, first, spent_s = _slowest(comm, operation, 1, began)
     times = max(1, min(MOST, round(min(ROUND_S, budget_s / (rounds + 2)) / max(first, 1e-9))))
     bearable_s = STOLEN * (os.cpu_count() or 1) * times * first
     rounds_taken: list[tuple[float, float]] = []  # seconds stolen, and of the operation
     while len(rounds_taken) < TRIES * rounds and sum(stolen <= bearable_s for stolen, _ in rounds_taken) < rounds:
         if rounds_taken and spent_s > budget_s:
             break
-        rounds_taken.append(_slowest(comm, operation, times))
-        spent_s += times * rounds_taken[-1][1]
+        stolen, each, spent_s = _slowest(comm, operation, times, began)
+        rounds_taken.append((stolen, each))
     least = sorted(rounds_taken, key=lambda taken: taken[0])[:rounds]  # of those that are alike the earlier ones
     seconds = [each for _, each in least]
     middle = median(seconds)
     return Time(middle, (max(seconds) - min(seconds)) / middle if middle else 0.0)
 
 
-def _slowest(comm: Comm, operation: Do | None, times: int) -> tuple[float, float]:
-    """Seconds that were stolen meanwhile from the rank that lost most, and seconds that the slowest rank took."""
+def _slowest(comm: Comm, operation: Do | None, times: int, began: float) -> tuple[float, float, float]:
+    """Seconds that were stolen meanwhile from the rank that lost most, seconds that the slowest rank took, and the
+    seconds since `began`.
+    """
     before = stolen_s()
     comm.barrier()
     start = now_s(comm.device)
@@ -180,5 +181,6 @@ def _slowest(comm: Comm, operation: Do | None, times: int) -> tuple[float, float
         for _ in range(times):
             operation()
     local_s = (now_s(comm.device) - start) / times if operation is not None else 0.0
-    everyone = comm.all_gather_object([stolen_s() - before, local_s])
-    return max(stolen for stolen, _ in everyone), max(seconds for _, seconds in everyone)
+    everyone = comm.all_gather_object([stolen_s() - before, local_s, time.monotonic() - began])
+    stolen, seconds, spent = (max(column) for column in zip(*everyone, strict=True))
+    return stolen, seconds, spent
