@@ -14,7 +14,7 @@ from functools import partial
 from itertools import repeat
 from math import inf
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 import torch
 
@@ -41,7 +41,7 @@ def nothing() -> None:
 class Reading:
     """The times of a measurement."""
 
-    seconds: tuple[float, ...]  # the median of each part
+    seconds: tuple[float, ...]  # of each part: the median of its samples, on a CPU of rounds of them (`averaged`)
     spread: float  # the range of the middle half of the whole's samples, as a share of their median
     samples: int  # how many there were
 
@@ -59,7 +59,6 @@ class Stopwatch:
     least: int = 5  # samples, at least
     most: int = 200  # samples, at most
     warm: int = 2  # samples before, which do not count
-    clock: Callable[[], float] | None = None  # in seconds; default: the wall clock
     ahead: bool = False  # a GPU waits before each part until the host has launched it
 
     def __call__(self, parts: Parts, before: Parts | None = None) -> Reading:
@@ -78,7 +77,8 @@ class Stopwatch:
         samples = [*samples, *sample(pairs, count - 1)] if long else sample(pairs, count)
         totals = sorted(sum(row) for row in samples)
         middle, apart = median(totals), totals[-1 - count // 4] - totals[count // 4]
-        seconds = tuple(median(column) for column in zip(*samples, strict=True))
+        rounds = samples if self.device.type == "cuda" else averaged(samples)
+        seconds = tuple(median(column) for column in zip(*rounds, strict=True))
         return Reading(seconds, apart / middle if middle > 0 else 0.0, count)
 
     def least_s(self, sample_s: float) -> float:
@@ -86,7 +86,7 @@ class Stopwatch:
         return sample_s * (FEW + self.warm - 1 if sample_s > LONG_S else self.least + self.warm)
 
     def _clocked(self, pairs: Sequence[tuple[Do, Do]], count: int) -> list[tuple[float, ...]]:
-        samples, now = [], self.clock or time.perf_counter
+        samples, now = [], time.perf_counter
         for _ in range(count):
             row = []
             for prepare, part in pairs:
@@ -127,6 +127,21 @@ class Stopwatch:
             samples.append(row)
         torch.cuda.synchronize(self.device)
         return [tuple(float(a.elapsed_time(b)) / 1e3 for a, b in row) for row in samples]
+
+
+def averaged(samples: Sequence[tuple[float, ...]]) -> list[tuple[float, ...]]:
+    """Means of each part over rounds of samples that take `ROUND_S` together; fewer at the end do not count.
+
+    Where ranks share a core, or have a quota of it, a rank stands still for some milliseconds in some of the samples.
+    Their median would not have that, but the sum of a step's layers does.
+    """
+    rounds, samples_now = list[tuple[float, ...]](), list[tuple[float, ...]]()
+    for sample in samples:
+        samples_now.append(sample)
+        if sum(map(sum, samples_now)) >= ROUND_S:
+            rounds.append(tuple(map(mean, zip(*samples_now, strict=True))))
+            samples_now = []
+    return rounds or [tuple(map(mean, zip(*samples, strict=True)))]
 
 
 def stolen_s() -> float:
