@@ -79,7 +79,8 @@ class LayeredRun(Run):
         first = self.rank_schedule
         # With io sample, a rank's loss is the mean over its own samples, and the mean over the ranks is the global one.
         self._mean_over = comm.size if self.plan.io == "sample" else 1
-        self._working = WorkingParameters(self._state, first, boxes, shared_out, 1 / self._mean_over, self.pass_gradients)
+        scale = 1 / self._mean_over
+        self._working = WorkingParameters(self._state, first, boxes, shared_out, scale, self.pass_gradients)
         self._reducer = self._working.reducer
         shared_by = {name: groups for name, groups in self._working.groups.items() if name not in shared_out}
         compare = options.compare_ranks and comm.size > 1
@@ -339,9 +340,8 @@ class LayeredRun(Run):
 
     def restore(self) -> None:
         shards = in_full.fill(self._state, self.device)
-        for p in shards.values():
-            if is_dtensor(p):
-                p.retire()  # type: ignore[attr-defined]
+        for p in filter(is_dtensor, shards.values()):
+            p.retire()  # type: ignore[attr-defined]
         self._state.tree.let_go()
         self._leave()
 
