@@ -27,8 +27,8 @@ from layerwise.machine.profile import Profile
 from layerwise.machine.profiles import folder, parse, write
 from layerwise.measure.bench import Mode
 from layerwise.measure.check import changed_links
-from layerwise.measure.conditions import TYPES, conditions, mode_of, modes
-from layerwise.measure.job import Job, KindRanks, on_device
+from layerwise.measure.conditions import TYPES, conditions, mode_of, modes, on_device
+from layerwise.measure.job import Job, KindRanks
 from layerwise.measure.links import conditions as link_conditions
 from layerwise.measure.links import measure_links, with_links
 from layerwise.measure.topology import find_topology
