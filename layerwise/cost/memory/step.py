@@ -219,8 +219,7 @@ class _Storages:
                 out = tracker.new(stage.made)
             tracker.spike(stage.forward if keeps else stage.forward + stage.extra)
             if keeps:
-                inputs = stage.saved.inputs
-                where = devices_of(inputs) if isinstance(inputs, np.ndarray) else tracker.everyone * inputs
+                where = stage.reads
                 read = {BEFORE: before} | {slot: given[slot] for slot in stage.slots} | copies
                 for ref in read.values():
                     mine += tracker.hold(ref, where)
@@ -280,7 +279,7 @@ class _Storages:
                 parameters = [] if weights else self.parameters.gradients(layer)
             cast = [size for slot, size in stage.copies.items() if slot == BEFORE or self.flows[layer.inputs[slot]]]
             between = tracker.new(sum(cast, stage.between), "workspace")  # its sources are freed before it is read
-            read, two = running + saved[number], devices_of(stage.between > 0)
+            read, two = running + saved[number], stage.twice
             tracker.drop(part(read, two))
             for slot in stage.slots:
                 if self.flows[layer.inputs[slot]]:  # a view of the output's gradient, or made
