@@ -14,7 +14,6 @@ from itertools import filterfalse
 from typing import Literal
 
 from layerwise.config import Config, SearchSpace
-from layerwise.cost.memory.step import fullest_bytes
 from layerwise.cost.model import Configs, CostModel, Progress
 from layerwise.cost.price import MEASURED_ERROR, complete
 from layerwise.cost.timeline.simulate import timeline
@@ -263,7 +262,7 @@ def improve(
         lambda strategy: timeline(model, strategy, bucket_bytes=cap).total_s,
         forms if fits and "recompute" in priced.offer else None,
         effort=effort,
-        fits=lambda strategy: not fits or fullest_bytes(model, strategy) <= priced.limit,
+        limit=priced.limit if fits else float("inf"),
         memory_bytes=priced.memory_bytes,
     )
     found = [

@@ -15,11 +15,14 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from layerwise.cost.additive import Choice
+from layerwise.cost.additive import Choice, Costs
+from layerwise.cost.memory.rows import byte_rows
+from layerwise.cost.memory.step import fullest_bytes
 from layerwise.cost.model import CostModel
 from layerwise.cost.transfer import telling_devices
 from layerwise.search.overlap.cuts import Cuts
 from layerwise.search.priced.additive import Problem, by_elimination, by_messages, possible, remembered
+from layerwise.search.priced.choose import Seen
 from layerwise.search.priced.moves import Goal, Moves
 from layerwise.search.priced.prices import least_rows
 from layerwise.search.priced.variants import Forms, Strategy, Variants
@@ -55,7 +58,7 @@ def overlapped(
     forms: Forms | None = None,
     *,
     effort: Effort = "normal",
-    fits: Callable[[Strategy], bool] = lambda _: True,
+    limit: float = np.inf,
     memory_bytes: float = 2.0**31,
 ) -> Overlapped:
     """Bounds the step with overlap, and looks for strategies that are faster than the known ones.
@@ -69,7 +72,7 @@ def overlapped(
         step_s: The simulated step of a strategy.
         forms: Forms in which layers may also be recomputed. That lowers no row, so bounds need not know it.
         effort: How many steps to simulate.
-        fits: Whether a strategy fits into memory; only such are returned.
+        limit: Bytes that no device may exceed.
         memory_bytes: Bytes of a search table.
     """
     if _entries(model, space) > ENTRIES:
@@ -91,24 +94,38 @@ def overlapped(
     problem = _problem(cuts, step_s)
     game = least_rows(problem, minimise)
     mean, seconds = game.mixed(upper)[0][0], remembered(small.base, problem.peak)
+    seen = None if limit == np.inf else _fitting(model, small, mean, limit)
     goal = Goal(
         value=seconds,
         guide=lambda _: mean,
-        rows=problem,
-        fits=lambda choice: fits(small.strategy(choice)),
+        rows=True,
+        limit=seen,
+        swaps=True,
+        neighbours=True,
         gain=GAIN,
         misses=PATIENCE[effort],
     )
     met = game.lightest(MET if SIMULATIONS[effort] else 0)
     starts = [*map(small.choice, known), *(one.choice for one in met if one.rows.max() < upper)]
-    moves, left, ends = Moves(problem, partial(small.together, model)), SIMULATIONS[effort], dict[float, Choice]()
-    fitting = (start for start in sorted(starts, key=seconds) if goal.fits(start))
+    moves = Moves(problem, partial(small.together, model, runs=True), edges=model.graph.edges())
+    left, ends = SIMULATIONS[effort], dict[float, Choice]()
+    fitting = (start for start in sorted(starts, key=seconds) if seen is None or seen.fits(start))
     for start in islice(fitting, STARTS):
         if seconds(start) < min(ends, default=np.inf) * (1 + NEAR):
             end = moves.descend(start, goal, left)
             left, ends[seconds(end)] = moves.left, end
     found = tuple(small.strategy(ends[end_s]) for end_s in sorted(ends))
     return Overlapped(found, min(max(game.bound, 0.0), upper))
+
+
+def _fitting(model: CostModel, space: Variants, time: Costs, limit: float) -> Seen:
+    """The choices that fit into a device's memory."""
+    rows = byte_rows(model, space.configs, space.base)
+
+    def peak(choice: Choice) -> float:
+        return fullest_bytes(model, space.strategy(choice))
+
+    return Seen(Problem(time, space.base, rows.row, rows.rows, rows.changes, peak), limit)
 
 
 def _entries(model: CostModel, space: Variants) -> int:

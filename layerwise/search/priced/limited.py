@@ -69,10 +69,10 @@ def fastest_within(
     least, others = known_s
     bound = max(least, min(prices.bound, others))
     if prices.bound < np.inf:
-        mixed = prices.exceeding(limit)[:STARTS]
         moves = Moves(problem, together, seen.others(prices, minimise))
-        begin = moves.others + (moves.repaired(seen, mixed) if seen.cost > bound * (1 + GAP) else [])
-        improve(Moves(problem, together, begin), seen, bound)
+        if seen.cost > bound * (1 + GAP):
+            moves.others += moves.repaired(seen, prices.exceeding(limit)[:STARTS])
+        improve(moves, seen, bound)
         bound = max(bound, min(seen.cases(prices, minimise), others))
     return seen, prices, min(bound, seen.cost)
 
@@ -230,14 +230,20 @@ class LimitedSearch:
         seen, prices, bound = fastest_within(problem, limit, self.minimise, together, begin, known_s, start)
         found = left.fitting
         if seen.best is not None:
-            plain = plainer(Moves(problem, together), seen, space.forms)
-            found = [space.strategy(choice) for choice in (plain, seen.best) if choice is not None] + found
+            found = [self._plainer(limit, space.strategy(seen.best)), *found]
         strategies = sorted({tuple(s.values()): s for s in found}.values(), key=self.model.step_s)
         cost, price = min(map(self.model.step_s, strategies), default=np.inf), prices.price
         dearest = sorted(price.items(), key=lambda row: -row[1])
         told = tuple(MemoryPrice(few.rows.instants[row], 0, seconds) for row, seconds in dearest)
         count = sum(map(len, space.configs.values()))
         return Within(limit, tuple(strategies), cost, min(cost, bound), told, count), below
+
+    def _plainer(self, limit: float, strategy: Strategy) -> Strategy:
+        """A strategy that fits, without the forms that save memory in vain: with its cells, in all forms."""
+        space = Variants.of({n: (c if n in self.forms.fixed else c.cells,) for n, c in strategy.items()}, self.forms)
+        problem = self._problem(self._tables(space, self.model.tables(space.bases).transfer))
+        moves = Moves(problem, partial(space.together, self.model))
+        return space.strategy(plainer(moves, Seen(problem, limit), space.choice(strategy), space.forms))
 
     def least(self, known: Sequence[Strategy], wanted: float = 0.0) -> Least:
         """The least memory of all strategies. known: strategies over `cells` to begin with.

@@ -8,12 +8,13 @@ to be best come first. Nothing is simulated that rows exclude. Moves that are no
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import numpy as np
 
 from layerwise.cost.additive import Choice, Costs, Moved, edges_of
+from layerwise.cost.model import EdgeName
 from layerwise.geometry.arrays import Floats
 from layerwise.search.priced.additive import Problem, least_by_base, remembered
 from layerwise.search.priced.choose import GAP, Seen
@@ -26,7 +27,6 @@ MISSED = 0.02  # rows are taken to be at most this fraction of the limit below t
 MISSES = 12  # so many simulations in vain end a round, of simple moves and of pairs
 TOP = 32  # the number of faster moves to make pairs of
 LEAST = 1e-9  # the least gain, as a fraction
-VAIN = 1e-13  # the same, where a form that saves memory in vain is taken back
 REPAIRS = 40  # the most moves to make a choice fit
 SHARE = 0.02  # a repair frees at least this fraction of what does not fit
 LIGHTER = 128  # of so many moves of the same layers, all rows of bytes are computed
@@ -38,11 +38,11 @@ class Goal:
 
     value: Callable[[Choice], float]
     guide: Callable[[Choice], Costs]  # an additive lower bound of the value, to order the moves of a choice
-    rows: Problem | None = None  # whose rows are lower bounds of the value, too; None: the guide is the value
+    rows: bool = False  # whether the problem's rows are lower bounds of the value, too; else the guide is the value
     limit: Seen | None = None  # whose peaks must be within its limit
-    fits: Callable[[Choice], bool] = lambda _: True
     gain: float = LEAST  # the least fraction that a move must gain
-    pairs: bool = True  # whether pairs of moves are tried, too
+    swaps: bool = False  # whether a faster and a lighter move are tried together
+    neighbours: bool = False  # whether moves of two neighbours are
     misses: int = MISSES
     looked: int | None = None  # of moves of the same layers, the number of which all rows are computed; None: all
 
@@ -61,13 +61,19 @@ class _Bounded:
 class Moves:
     """Moves between the choices of a problem.
 
-    others: choices whose parts others may take over.
+    others: choices whose parts others may take over. edges: of the graph, if the problem's time is of some alone.
     """
 
-    def __init__(self, problem: Problem, together: Together, others: Iterable[Choice] = ()) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        together: Together,
+        others: Iterable[Choice] = (),
+        edges: Iterable[EdgeName] | None = None,
+    ) -> None:
         self.problem, self.together, self.left = problem, together, 0  # how many choices may be simulated
         self.others = list({tuple(choice.values()): choice for choice in others}.values())
-        self.edges = edges_of(problem.base, problem.time.edge)
+        self.edges = edges_of(problem.base, problem.time.edge if edges is None else edges)
 
     def descend(self, choice: Choice, goal: Goal, left: int, enough: float = -np.inf) -> Choice:
         """The best choice that successive moves reach.
@@ -85,8 +91,7 @@ class Moves:
         if seen is not None:
             fullest = float(seen.problem.rows(choice).max())
             missed = min(seen.peak(choice) - fullest, MISSED * seen.limit)
-        simple = list(self._simple(choice))
-        for moves in (self._ordered(choice, simple, goal, target, missed), self._pairs(choice, simple, goal, target)):
+        for moves in self._rounds(choice, goal, target, missed):
             taken, near, misses = choice, set[str](), 0
             for move in moves:
                 if misses == goal.misses or self.left <= 0:
@@ -95,7 +100,7 @@ class Moves:
                 if near & move.keys() or self._excluded(other, goal, target, missed):
                     continue
                 self.left -= 1
-                if goal.value(other) < target and goal.fits(other) and (seen is None or seen.fits(other)):
+                if goal.value(other) < target and (seen is None or seen.fits(other)):
                     taken, target = other, goal.value(other) * (1 - goal.gain)
                     near.update(*(edge[:2] for name in move for edge in self.edges[name]), move)
                 else:
@@ -104,12 +109,20 @@ class Moves:
                 return taken
         return None
 
+    def _rounds(self, choice: Choice, goal: Goal, target: float, missed: float) -> Iterator[Iterator[Choice]]:
+        """Simple moves, then two at once, each round if the one before it does not help."""
+        simple = list(self._simple(choice))
+        yield self._ordered(choice, simple, goal, target, missed)
+        if goal.swaps and goal.limit is not None:
+            yield self._swaps(choice, simple, goal, goal.limit, target)
+        if goal.neighbours:
+            yield self._ordered(choice, self._neighbours(goal.guide(choice)), goal, target, missed)
+
     def _excluded(self, choice: Choice, goal: Goal, target: float, missed: float) -> bool:
         """True if rows show that a choice is not better, or does not fit."""
-        if goal.rows is not None and goal.rows.rows(choice).max() >= target:
-            return True
         seen = goal.limit
-        return seen is not None and float(seen.problem.rows(choice).max()) + missed > seen.limit
+        vain = goal.rows and self.problem.rows(choice).max() >= target
+        return vain or (seen is not None and float(seen.problem.rows(choice).max()) + missed > seen.limit)
 
     # ---- the moves from a choice ----
 
@@ -134,14 +147,6 @@ class Moves:
             if len(part) > 1:
                 yield {name: other[name] for name in part}
 
-    def _pairs(self, choice: Choice, simple: Sequence[Moved], goal: Goal, target: float) -> Iterator[Choice]:
-        if not goal.pairs:
-            return
-        if goal.limit is None:
-            yield from self._ordered(choice, self._neighbours(goal.guide(choice)), goal, target)
-        else:
-            yield from self._swaps(choice, simple, goal, goal.limit)
-
     def _neighbours(self, guide: Costs) -> Iterator[Moved]:
         """Moves of two neighbours, to each pair of bases, in the variants of these that the guide prefers."""
         base = self.problem.base
@@ -156,7 +161,7 @@ class Moves:
         """The moves after which a choice may be better and fit, the best first."""
         base, guide, found = self.problem.base, goal.guide(choice), list[_Bounded]()
         now = guide.of(choice, base)
-        rows = None if goal.rows is None else goal.rows.rows(choice)
+        rows = self.problem.rows(choice) if goal.rows else None
         fullest = None if goal.limit is None else self._fullest(choice, goal.limit.problem)
         for move in moves:
             bounds = now + guide.change(choice, move, base, self.edges)
@@ -166,12 +171,11 @@ class Moves:
             if goal.looked is not None and len(worth) > goal.looked:
                 worth = worth[bounds[worth].argpartition(goal.looked)[: goal.looked]]
             move, bounds = {name: variants[worth] for name, variants in move.items()}, bounds[worth]
-            keep = np.ones(len(worth), np.bool_)
+            if rows is not None:
+                bounds = (self.problem.changes(choice, move) + rows).max(1)
+            keep = bounds < target
             if fullest is not None and goal.limit is not None:
-                keep = fullest[1] + fullest[0].change(choice, move, base, self.edges) <= goal.limit.limit - missed
-            elif rows is not None and goal.rows is not None:
-                bounds = (goal.rows.changes(choice, move) + rows).max(1)
-                keep = bounds < target
+                keep &= fullest[1] + fullest[0].change(choice, move, base, self.edges) <= goal.limit.limit - missed
             if keep.any():
                 found.append(_Bounded({name: variants[keep] for name, variants in move.items()}, bounds[keep]))
         yield from (move for _, move in _sorted(found))
@@ -181,7 +185,9 @@ class Moves:
         rows = problem.rows(choice)
         return problem.row(int(rows.argmax())), float(rows.max())
 
-    def _swaps(self, choice: Choice, simple: Sequence[Moved], goal: Goal, seen: Seen) -> Iterator[Choice]:
+    def _swaps(
+        self, choice: Choice, simple: Sequence[Moved], goal: Goal, seen: Seen, target: float
+    ) -> Iterator[Choice]:
         """Pairs of a move that is faster and needs more memory, and one that needs less, the best first."""
         guide, (row, _) = goal.guide(choice), self._fullest(choice, seen.problem)
         room = seen.limit - seen.peak(choice)
@@ -194,10 +200,12 @@ class Moves:
             less, ratio = (bytes_ < 0) & (seconds > 0) & (seconds < most), np.full(seconds.shape, np.inf)
             ratio[less] = seconds[less] / -bytes_[less]  # seconds a byte less
             slower.append(_Bounded(move, ratio))
-        more, lighter = (
-            [(*map(float, self._changes(choice, move, guide, row)), move) for _, move in moves]
-            for moves in (faster, islice(_sorted(slower), 4 * TOP))
-        )
+
+        def known(moves: Iterable[tuple[float, Choice]]) -> list[tuple[float, float, Choice]]:
+            each = ((self._changes(choice, move, guide, row), move) for _, move in moves)
+            return [(float(seconds), float(bytes_), move) for (seconds, bytes_), move in each]
+
+        more, lighter = known(faster), known(islice(_sorted(slower), 4 * TOP))
         both = [
             (gain + cost, one | two)
             for gain, taken, one in more
@@ -206,12 +214,13 @@ class Moves:
         ]
         best = [move for _, move in sorted(both, key=_first)[: 4 * TOP]]
         exact = ((float(self._changes(choice, move, guide, row)[0]), move) for move in best)
-        least = -goal.gain * goal.value(choice)
-        yield from (move for gain, move in sorted(exact, key=_first) if gain < least)
+        worth = target - guide.of(choice, self.problem.base)
+        yield from (move for gain, move in sorted(exact, key=_first) if gain < worth)
 
-    def _changes(self, choice: Choice, move: Moved | Choice, *costs: Costs) -> list[Floats]:
-        """(n,) what each of n moves adds to some costs."""
-        return [cost.change(choice, move, self.problem.base, self.edges) for cost in costs]
+    def _changes(self, choice: Choice, move: Moved | Choice, time: Costs, row: Costs) -> tuple[Floats, Floats]:
+        """(n,) the seconds and the bytes of a row that each of n moves adds."""
+        base, edges = self.problem.base, self.edges
+        return time.change(choice, move, base, edges), row.change(choice, move, base, edges)
 
     # ---- choices that do not fit ----
 
@@ -258,26 +267,24 @@ def _first(move: tuple[float, Choice]) -> float:
     return move[0]
 
 
-def plainer(moves: Moves, seen: Seen, forms: Mapping[str, Floats]) -> Choice | None:
-    """The best choice seen without the forms that it has in vain: it fits as well, and takes as long.
+def plainer(moves: Moves, seen: Seen, choice: Choice, forms: Mapping[str, Floats]) -> Choice:
+    """A choice that fits, without the forms that it has in vain: it takes as long as before, or less.
 
     forms: (V_l,) how many forms that save memory each variant has.
     """
-    if seen.best is None:
-        return None
-    problem, base = moves.problem, moves.problem.base
-    added_s = LEAST * seen.cost / (2 * len(forms))  # of a form; all together are less than what counts as a gain
-    own = {name: cost + added_s * forms[name] for name, cost in problem.time.node.items()}
-    time = Costs(own, problem.time.edge)
-    value = remembered(base, lambda choice: time.of(choice, base))
-    goal = Goal(value=value, guide=lambda _: time, limit=seen, pairs=False, misses=2 * MISSES, gain=VAIN)
-    return moves.descend(seen.best, goal, PEAKS)
+    added = LEAST / (2 * len(forms))  # of the time, for each form; all together are less than what counts as a gain
+    added_s = added * moves.problem.cost(choice)
+    own = {name: cost + added_s * forms[name] for name, cost in moves.problem.time.node.items()}
+    time = Costs(own, moves.problem.time.edge)
+    value = replace(moves.problem, time=time).cost
+    goal = Goal(value=value, guide=lambda _: time, limit=seen, misses=2 * MISSES, gain=added / 2)
+    return moves.descend(choice, goal, PEAKS)
 
 
 def improve(moves: Moves, seen: Seen, lower: float) -> None:
     """Makes the best choice seen faster, by equation 1, until it is near the lower bound or no move helps."""
     cost, time = moves.problem.cost, moves.problem.time
-    goal = Goal(value=cost, guide=lambda _: time, limit=seen)
+    goal = Goal(value=cost, guide=lambda _: time, limit=seen, swaps=True)
     near = (choice for choice in moves.others if cost(choice) < FAR * seen.cost)
     starts = {tuple(choice.values()): choice for choice in (seen.best, *near) if choice is not None}
     fitting = (choice for choice in sorted(starts.values(), key=cost) if seen.fits(choice))
@@ -298,7 +305,8 @@ def lightest(
     goal = Goal(
         value=peak,
         guide=lambda choice: problem.row(int(problem.rows(choice).argmax())),
-        rows=problem,
+        rows=True,
+        neighbours=True,
         misses=peaks,
         looked=LIGHTER,
     )

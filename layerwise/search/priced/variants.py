@@ -62,7 +62,7 @@ class Forms:
         if name in self.fixed:
             return {config: i for i, config in enumerate(cells)}
         layer, unfed = self.layers[name], name in self.unfed
-        key = layer.space, layer.role, layer.tied, layer.trains, unfed, name in self.recomputable, cells
+        key = self.offered, layer.space, layer.role, layer.tied, layer.trains, unfed, name in self.recomputable, cells
         if key not in self._known:
             each = enumerate(zip(cells, may_shard_each(layer, cells, self.devices, unfed=unfed), strict=True))
             forms = self.offered
@@ -136,13 +136,14 @@ class Variants:
         """The index of each variant, by layer."""
         return {name: {config: i for i, config in enumerate(configs)} for name, configs in self.configs.items()}
 
-    def together(self, model: CostModel, choice: Choice) -> Iterator[Moved]:
-        """Moves of several layers that are split alike, consecutive or equal ones, to each variant that all have."""
+    def together(self, model: CostModel, choice: Choice, *, runs: bool = False) -> Iterator[Moved]:
+        """Moves of equal layers that are split alike, with `runs` of consecutive ones, too, to what all of them have."""
         config = {layer.name: self.configs[layer.name][choice[layer.name]] for layer in model.graph.inner}
+        lines = [list(run) for _, run in groupby(config, key=config.__getitem__)] if runs else []
         equal = dict[object, list[str]]()
         for name, now in config.items():
             equal.setdefault((model.kind(model.graph[name]), now), []).append(name)
-        for names in [*(list(run) for _, run in groupby(config, key=config.__getitem__)), *equal.values()]:
+        for names in [*lines, *equal.values()]:
             if len(names) > 1:
                 places = [self.places[name] for name in names]
                 common = [c for c in self.configs[names[0]] if all(c in place for place in places[1:])]

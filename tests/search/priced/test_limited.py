@@ -88,7 +88,10 @@ SOME = [(), ("recompute",), ("shard",), OFFERS]
 def test_on_any_small_network_proofs_are_those_of_all_its_strategies(
     graph: LayerGraph, offer: tuple[str, ...], devices: int, share: float
 ) -> None:
-    """Whatever the limit: what is said to fit does, bounds hold for all that fits, and nothing much faster does."""
+    """Whatever the limit: what is said to fit does, bounds hold for all that fits, and what is proven is so.
+
+    How near to the best moves come is another matter: see the tests above, and `benchmarks.limits`.
+    """
     io = "sample" if graph.batch >= devices else "free"
     model = CostModel(fuse(graph), load("p100").device_graph(devices), CostOptions(io=io, optimizer="adam"))
     assume(prod(map(len, space_of(model, offer).values())) <= 1500)
@@ -100,9 +103,11 @@ def test_on_any_small_network_proofs_are_those_of_all_its_strategies(
     assert found.optimum.lower_bound_s <= best * SLACK
     if found.best.fits:
         assert found.best.price.memory_bytes <= limit
-        assert best <= found.best.price.step_time_s * SLACK <= best * GAP * SLACK
+        assert best <= found.best.price.step_time_s * SLACK
+        assert found.best.price.step_time_s <= best * SLACK or not found.optimum.proven
     else:
-        assert best == np.inf
+        assert found.within is not None
+        assert found.within.lower_bound_s < np.inf or best == np.inf
         assert found.least is not None
         assert found.least.lower_bound_bytes <= peaks.min() <= found.least.bytes
 
