@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from layerwise.run.guards.refusals import Structure
 from layerwise.run.guards.replaced import replace_parameter
 from layerwise.run.state.initial import broadcast_values
 from layerwise.run.state.state import State
+from layerwise.run.state.tree import Slots
 
 
 def fill(state: State, device: torch.device, values: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
@@ -27,6 +29,17 @@ def fill(state: State, device: torch.device, values: Mapping[str, Tensor] | None
         trained = isinstance(shard, nn.Parameter)
         state.tree.fill({name: nn.Parameter(full, requires_grad=shard.requires_grad) if trained else full})
     return shards
+
+
+@contextmanager
+def undone(state: State, model: nn.Module) -> Iterator[None]:
+    """A context after which the model has this rank's tensors, its class and its attributes again."""
+    slots, shards = Slots(model), state.tree.tensors()
+    try:
+        yield
+    finally:
+        state.tree.fill(shards)
+        slots.put_back()
 
 
 def apply(state: State, run: Callable[[], object]) -> None:

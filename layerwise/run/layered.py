@@ -42,7 +42,7 @@ from layerwise.run.parallel import become, leave
 from layerwise.run.schedule.schedule import Schedule, parameter_boxes, places, shardings
 from layerwise.run.shapes import Returned, Shaped, Shapes, Sized, Sizes
 from layerwise.run.state.state import Shard, State
-from layerwise.run.state.tree import Slots, allow_calls, reads, refuse_calls, skeleton, without_memory
+from layerwise.run.state.tree import allow_calls, reads, refuse_calls, skeleton, without_memory
 
 
 class LayeredRun(Run):
@@ -88,12 +88,10 @@ class LayeredRun(Run):
         self._prepare("gathers", {sharing(boxes[name], rank) for name in shared_out for rank in range(comm.size)})
         self._prepare("sync", {group for groups in self._working.groups.values() for group in groups})
         self._prepare("io", {tuple(range(comm.size))})
-        self._outside: dict[str, OutsideGradients] = {}
-        if comm.size > 1:
-            for name, p in every.items():
-                if p.requires_grad:
-                    self._outside[name] = OutsideGradients(self, name)
-                    take_hooks(p, self._outside[name])
+        trained = {name: p for name, p in every.items() if p.requires_grad and comm.size > 1}
+        self._outside = {name: OutsideGradients(self, name) for name in trained}
+        for name, p in trained.items():
+            take_hooks(p, self._outside[name])
         self.unkept = network.written
         self._enter()
 
@@ -202,18 +200,15 @@ class LayeredRun(Run):
 
     def _compare(self, comparison: ModelComparison, call: Call) -> None:
         """Raises LayerwiseError, on every rank, if the model as written computes something else on one of them."""
-        slots, shards, values = Slots(self.model), self._state.tree.tensors(), self._state.full_tensors()
+        values = self._state.full_tensors()
 
         def full() -> dict[str, Callable[[], Any]]:
             in_full.fill(self._state, self.device, values)
             self._leave()
             return {**self._network.stored, **{n: reads(x) for n, x in self._state.tree.tensors().items()}}
 
-        try:
+        with in_full.undone(self._state, self.model):
             agree(self.comm, lambda: (comparison.check(self.model, self.arguments, call, full), None))
-        finally:
-            self._state.tree.fill(shards)
-            slots.put_back()
 
     def _agreed(self, shapes: Shapes, inputs: tuple[Any, ...], batch: int | None) -> tuple[int, Shaped]:
         """Returns how many samples all ranks feed together, as they tell each other, and the network at their sizes."""
@@ -345,9 +340,8 @@ class LayeredRun(Run):
 
     def restore(self) -> None:
         shards = in_full.fill(self._state, self.device)
-        for p in shards.values():
-            if is_dtensor(p):
-                p.retire()  # type: ignore[attr-defined]
+        for p in filter(is_dtensor, shards.values()):
+            p.retire()  # type: ignore[attr-defined]
         self._state.tree.let_go()
         self._leave()
 

@@ -63,6 +63,39 @@ def test_several_optimizers_by_hand() -> None:
         assert apart(weights, wanted) <= 1e-9
 
 
+class ByHand(cases.Classifier):
+    """A manual step in the idioms of Lightning's documentation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.rates: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer, schedule = self.optimizers(), self.lr_schedulers()
+        self.rates.append(optimizer.param_groups[0]["lr"])
+
+        def closure() -> torch.Tensor:
+            loss = super(ByHand, self).training_step(batch, batch_idx)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            self.clip_gradients(optimizer, 0.5, "norm")
+            return loss
+
+        with optimizer.toggle_model(), self.toggled_optimizer(optimizer):
+            self.log_dict({"twice": 2 * optimizer.step(closure).detach()})
+        schedule.step()
+        assert isinstance(optimizer, torch.optim.AdamW)
+        assert isinstance(self.optimizers(use_pl_optimizer=False), torch.optim.AdamW)
+
+
+def test_a_step_by_hand_is_tried_as_lightning_runs_it() -> None:
+    ours, plain = ByHand(), ByHand()
+    for module, strategy in ((ours, cases.LayerwiseStrategy(**cases.QUIET)), (plain, "auto")):
+        cases.trainer(1, strategy, max_epochs=1).fit(module, cases.loader(1))
+    assert (ours.rates, ours.seen) == (plain.rates, plain.seen)
+
+
 @pytest.mark.parametrize("kind", ["EMA", "SWA"])
 def test_averages_of_weights_are_one_devices(kind: str) -> None:
     wanted = alone("averaged", folder=kind)

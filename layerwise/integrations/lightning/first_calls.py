@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 import inspect
+import warnings
 from collections import deque
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import cache
 from typing import Any
-from unittest.mock import MagicMock, patch
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
+from lightning.pytorch.core.optimizer import LightningOptimizer, _init_optimizers_and_lr_schedulers
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import nn
@@ -21,10 +22,7 @@ from layerwise.errors import LayerwiseError
 
 EXAMPLES = "give LayerwiseStrategy(examples={'net': inputs}), what one rank calls its modules with"
 STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
-IDLE = (
-    *("log", "log_dict", "lr_schedulers", "manual_backward", "clip_gradients"),
-    *("toggle_optimizer", "untoggle_optimizer", "toggled_optimizer"),
-)
+IDLE = ("log", "log_dict", "manual_backward", "clip_gradients", "toggle_optimizer", "untoggle_optimizer")
 
 
 def first_batch(trainer: Trainer) -> Any:
@@ -72,7 +70,12 @@ def first_calls(trainer: Trainer, batch: Any) -> dict[str, Any]:
         running.append(path)
 
     numbers = (0, 0)[: max(0, len(inspect.signature(getattr(module, name)).parameters) - 1)]  # of batch and loader
-    with torch.no_grad(), patch.dict(vars(module), _trial(module)), ExitStack() as stack:
+    attributes = vars(module)
+    with torch.no_grad(), warnings.catch_warnings(), ExitStack() as stack:
+        warnings.simplefilter("ignore")  # the first step of training gives them
+        stack.callback(attributes.update, dict(attributes))
+        stack.callback(attributes.clear)  # which runs before the line above
+        attributes.update(_trial(module))
         for path, part in module.named_modules():
             if path and any(True for _ in part.parameters()):
                 hook = part.register_forward_pre_hook(lambda m, a, k, p=path: before(p, m, a, k), with_kwargs=True)
@@ -90,18 +93,43 @@ def first_calls(trainer: Trainer, batch: Any) -> dict[str, Any]:
     return {path: call for path, call in calls.items() if not any(path.startswith(f"{other}.") for other in calls)}
 
 
+class _TrialOptimizer(LightningOptimizer):  # type: ignore[misc] # where Lightning is not installed, its class is Any
+    """An optimizer that changes nothing: its steps call their closures alone."""
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        return None if closure is None else closure()
+
+    def toggle_model(self, sync_grad: bool = True) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
 def _trial(module: Any) -> dict[str, Any]:
-    """Attributes of a module that neither logs nor trains, whose lists, metrics and losses are copies."""
+    """Attributes of a module that neither logs nor trains, whose lists, metrics and losses are copies.
+
+    Its optimizers and schedulers are made for the trial, where the step asks for them.
+    """
     collections = (dict, list, set, deque)
     copies: dict[str, Any] = {k: copy.copy(v) for k, v in vars(module).items() if isinstance(v, collections)}
     for name, child in module._modules.items():
         if child is not None and not any(True for _ in child.parameters()):
             copies["_modules"][name] = copy.deepcopy(child)
-    idle = MagicMock()  # an optimizer, a scheduler or a logger that does nothing
-    if not module.automatic_optimization:
-        count = len(_init_optimizers_and_lr_schedulers(module)[0])
-        copies["optimizers"] = lambda *_, **__: [idle] * count if count > 1 else idle
-    return copies | dict.fromkeys(IDLE, idle)
+    configured = cache(lambda: _init_optimizers_and_lr_schedulers(module))
+
+    def optimizers(use_pl_optimizer: bool = True) -> Any:
+        made = [_TrialOptimizer(optimizer) for optimizer in configured()[0]]
+        return made[0] if len(made) == 1 else made
+
+    def lr_schedulers() -> Any:
+        made = [config.scheduler for config in configured()[1]]
+        return made[0] if len(made) == 1 else made or None
+
+    def toggled_optimizer(*_: Any, **__: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def idle(*_: Any, **__: Any) -> None: ...
+
+    asked = (optimizers, lr_schedulers, toggled_optimizer)
+    return copies | {function.__name__: function for function in asked} | dict.fromkeys(IDLE, idle)
 
 
 def _example(module: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
