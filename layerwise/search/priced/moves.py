@@ -2,7 +2,8 @@
 
 A move gives other variants to one layer, to layers that are alike, or to two neighbours; it takes over a connected part
 in which another choice differs; or it is a faster and a lighter move together. The moves that an additive guide shows
-to be best come first. Nothing is simulated that rows exclude. Moves that are no neighbours are made at once.
+to be best come first. Nothing is simulated that rows exclude. Under a limit, moves that are no neighbours are made at
+once.
 """
 
 from __future__ import annotations
@@ -101,6 +102,8 @@ class Moves:
                     continue
                 self.left -= 1
                 if goal.value(other) < target and (seen is None or seen.fits(other)):
+                    if seen is None:
+                        return other
                     taken, target = other, goal.value(other) * (1 - goal.gain)
                     near.update(*(edge[:2] for name in move for edge in self.edges[name]), move)
                 else:
