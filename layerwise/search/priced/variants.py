@@ -137,7 +137,7 @@ class Variants:
         return {name: {config: i for i, config in enumerate(configs)} for name, configs in self.configs.items()}
 
     def together(self, model: CostModel, choice: Choice, *, runs: bool = False) -> Iterator[Moved]:
-        """Moves of equal layers that are split alike, with `runs` of consecutive ones, too, to what all of them have."""
+        """Moves of equal layers that are split alike, with `runs` of consecutive ones, too, to what all have."""
         config = {layer.name: self.configs[layer.name][choice[layer.name]] for layer in model.graph.inner}
         lines = [list(run) for _, run in groupby(config, key=config.__getitem__)] if runs else []
         equal = dict[object, list[str]]()
