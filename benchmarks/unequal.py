@@ -76,7 +76,7 @@ def table(cells: list[Cell]) -> Table:
 def main() -> None:
     """Runs the cells, prints a table."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--only", default=",".join(ONLY), help="networks: alexnet, unet, unet2, small")
+    p.add_argument("--only", default=",".join(ONLY), help="networks: alexnet, small (1,024 wide), unet, unet256, unet2")
     p.add_argument("--quotas", default=",".join(QUOTAS), help="proportions of the ranks' quotas of a core")
     p.add_argument("--rate", default="1gbit")
     p.add_argument("--measure-seconds", type=float, default=120.0, help="for links and layers")

@@ -106,6 +106,7 @@ NETWORKS = {
     "alexnet": Network("AlexNet-like", lambda: convolutional(ALEXNET, 2, 2), (3, 32, 32), 10, per_rank=32),
     "vgg": Network("VGG-like", lambda: convolutional(VGG, 1, 1), (3, 32, 32), 10, per_rank=32),
     "unet": Network("3-D U-Net, batch 1", _unet, (1, 64, 64, 128), 3, batch=1),
+    "unet256": Network("3-D U-Net, batch 1, 256 wide", _unet, (1, 64, 64, 256), 3, batch=1),
     "unet2": Network("3-D U-Net, batch 2", _unet, (1, 64, 64, 64), 3, batch=2),
 }
 

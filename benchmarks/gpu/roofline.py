@@ -38,8 +38,7 @@ from layerwise.machine.layer_times import LayerTimes
 from layerwise.measure.__main__ import main as measure
 from layerwise.measure.bench import Mode
 from layerwise.measure.cells import layer_cells, wanted_cells
-from layerwise.measure.conditions import conditions, modes, provenance
-from layerwise.measure.job import base_profile
+from layerwise.measure.conditions import base_profile, conditions, modes, provenance
 from layerwise.measure.measuring import Measuring, timed
 from layerwise.measure.timing import Stopwatch
 from layerwise.ops.facts import Gemm

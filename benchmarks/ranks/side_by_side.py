@@ -1,9 +1,8 @@
 """Steps of plans and their layers alone, timed turn about, so that both see the same of a shared machine.
 
-A rank keeps to one core, of which it has a share, for a millisecond at a time. So a wall clock says little of a layer
-that takes less: layers are timed by the CPU time that they take, over that share. Steps are timed by the wall clock, in
-blocks that follow each other as in training. Ranks wait for each other: of each step the slowest rank counts, and of
-the layers between two transfers the rank that takes longest for all of them, by the medians of all rounds.
+Layers are timed as `parallelize` times them, and steps in blocks that follow each other as in training. Ranks wait for
+each other: of each step the slowest rank counts, and of the layers between two transfers the rank that takes longest
+for all of them, by the medians of all rounds.
 """
 
 from __future__ import annotations
@@ -42,26 +41,14 @@ Part = tuple[str, Extents, int]  # a cell's name and extents, and the way:
 FORWARD, BACKWARD = 0, 1
 
 
-def share_of_core(comm: Comm) -> float:
-    """The part of a core that this rank gets while all ranks compute, undisturbed: the most of several times."""
-    x, shares = torch.ones(256, 256), []
-    comm.barrier()
-    for _ in range(ROUNDS):
-        wall, cpu = time.perf_counter(), time.process_time()
-        while time.perf_counter() < wall + 1.0 / ROUNDS:
-            torch.mm(x, x)
-        shares.append((time.process_time() - cpu) / (time.perf_counter() - wall))
-    return max(shares)
-
-
 class Layers:
-    """Times of layers alone, by CPU time; all ranks measure the same at the same time."""
+    """Times of layers alone; all ranks measure the same at the same time."""
 
     def __init__(self, comm: Comm, optimizer: str) -> None:
-        self.comm, self.share = comm, share_of_core(comm)
+        self.comm = comm
         known = LayerTimes(Conditions("cpu", torch.__version__, "float32", threads=1))
         self.measuring = Measuring(known, MODE, lambda _: None, 0.0, comm)
-        beside = overhead(optimizer, MODE, module, self._clock)
+        beside = overhead(optimizer, MODE, module)
         self.measuring.call_s = beside.call_s
         for name, cost in ((LAYER, beside.layer), (step_name(optimizer), beside.step)):
             self.measuring.add((name, ()), cost)
@@ -117,11 +104,7 @@ class Layers:
         return cost
 
     def _stopwatch(self, seconds: float) -> Stopwatch:
-        """Of CPU time, over this rank's share of a core."""
-        return Stopwatch(MODE.device, seconds, least=3, clock=self._clock)
-
-    def _clock(self) -> float:
-        return time.process_time() / self.share
+        return Stopwatch(MODE.device, seconds, least=3)
 
     def _count(self, step: Step, seconds: float) -> int:
         """Steps of a block; warms up, too."""

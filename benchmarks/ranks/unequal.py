@@ -40,7 +40,8 @@ class Job:
 
 
 def network_of(name: str) -> Network:
-    return SMALL["alexnet"] if name == "small" else NETWORKS[name]
+    """Returns a network by its name; "small" is the AlexNet-like one whose linear layers are 1,024 wide, not 4,096."""
+    return replace(SMALL["alexnet"], title="AlexNet-like, 1,024 wide") if name == "small" else NETWORKS[name]
 
 
 def alone_s(network: Network, batch: int, optimizer_steps: int = ALONE) -> list[float]:

@@ -27,8 +27,8 @@ from layerwise.machine.profile import Profile
 from layerwise.machine.profiles import folder, parse, write
 from layerwise.measure.bench import Mode
 from layerwise.measure.check import changed_links
-from layerwise.measure.conditions import TYPES, conditions, mode_of, modes
-from layerwise.measure.job import Job, KindRanks, on_device
+from layerwise.measure.conditions import TYPES, conditions, mode_of, modes, on_device
+from layerwise.measure.job import Job, KindRanks
 from layerwise.measure.links import conditions as link_conditions
 from layerwise.measure.links import measure_links, with_links
 from layerwise.measure.topology import find_topology
@@ -44,6 +44,7 @@ NEAREST = "h100"  # for other GPUs
 BETWEEN = "link=400Gb/s"  # assumed of nodes of devices that no built-in profile has
 MEASURED = "what was measured on these ranks ({})"
 LINKS = 0.3  # of the budget is for links, where these are not known yet
+ENOUGH = 0.8  # of a plan's compute time is measured: less is told
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +159,8 @@ def _checked(planner: Planner, base: Machine, budget_s: float) -> Machine:
         profile = with_links(profile, links, topology, link_conditions(comm, topology))
     if not budget_s:
         return Machine(profile, MEASURED.format(file), tuple(notes))
-    profile, changed = _layers(planner, profile, began + budget_s - time.monotonic())
-    notes += [changed] if changed else []
+    profile, told = _layers(planner, profile, began + budget_s - time.monotonic())
+    notes += told
     kept = str(file)
     if comm.rank == 0:
         try:
@@ -171,8 +172,8 @@ def _checked(planner: Planner, base: Machine, budget_s: float) -> Machine:
     return Machine(profile, MEASURED.format(kept), tuple(notes))
 
 
-def _layers(planner: Planner, profile: Profile, budget_s: float) -> tuple[Profile, str | None]:
-    """Returns the profile with times of the layers that matter, and what has changed since they were measured."""
+def _layers(planner: Planner, profile: Profile, budget_s: float) -> tuple[Profile, list[str]]:
+    """Returns the profile with times of the layers that matter, and what the user should know of them, a line each."""
     world, graph, options, space = planner.world, planner.graph, planner.options, planner.space
     device = world.comm.device
     mode = mode_of(device, options.dtype, channels_last=False)
@@ -190,7 +191,13 @@ def _layers(planner: Planner, profile: Profile, budget_s: float) -> tuple[Profil
         devices = base.device_graph(world.size, min(world.gpus_per_node, world.size))
         job = Job(base, kinds, None, mode, graph, devices, options, space, budget_s, world.comm)
         summary = job.run(strategies, module, quiet=world.comm.rank > 0, every=False)
-    return job.profile, summary.changed
+    told = [summary.changed] if summary.changed else []
+    if summary.best_share < ENOUGH:
+        told.append(
+            f"only {summary.best_share:.0%} of the time of the plan's layers is measured, the rest is a fit or a "
+            "roofline: a longer ParallelOptions(measure_s=...) measures more"
+        )
+    return job.profile, told
 
 
 def strategies(model: CostModel, space: SearchSpace) -> list[Mapping[str, Config]]:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeAlias, cast
 
@@ -35,8 +39,8 @@ from layerwise.importers.load import HELP, load_model
 from layerwise.machine import DEFAULT, Profile, save
 from layerwise.machine import load as load_profile
 from layerwise.machine.curves import Curve, Overlap
-from layerwise.measure.conditions import conditions, device_of, mode_of, modes
-from layerwise.measure.job import Job, KindRanks, Summary, base_profile, kind_here, terminable
+from layerwise.measure.conditions import base_profile, conditions, device_of, kind_here, mode_of, modes
+from layerwise.measure.job import Job, KindRanks, Summary
 from layerwise.measure.links import check_nodes, measure_links, with_links
 from layerwise.measure.links import conditions as link_conditions
 from layerwise.measure.topology import find_topology
@@ -270,6 +274,20 @@ def _operation(of: Curve | Overlap) -> str:
 
 def _members(of: Curve | Overlap) -> str:
     return " × ".join(map(str, reversed(of.fan)))
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """A context that turns SIGTERM into KeyboardInterrupt, so that measurements are written."""
+
+    def interrupt(number: int, frame: types.FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 if __name__ == "__main__":

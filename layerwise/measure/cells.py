@@ -52,9 +52,13 @@ def wanted_cells(model: CostModel, configs: Mapping[str, Sequence[Config]], kind
 
 def layer_cells(model: CostModel, layer: Layer, configs: Sequence[Config], kind: int = 0) -> list[CellTask]:
     """The cells of a layer: its operator's, and its parameters' updates; of a network's end the loss."""
-    if layer.role is Role.SINK:
-        return _losses(model, layer, kind)
-    return [] if layer.end else [*_cells(model, layer, configs, kind), *_updates(model, layer, configs, kind)]
+
+    def found() -> list[CellTask]:
+        if layer.role is Role.SINK:
+            return _losses(model, layer, kind)
+        return [] if layer.end else [*_cells(model, layer, configs, kind), *_updates(model, layer, configs, kind)]
+
+    return model.once(("cells", layer.name, tuple(configs), kind), found)
 
 
 def _cells(model: CostModel, layer: Layer, configs: Sequence[Config], kind: int) -> list[CellTask]:

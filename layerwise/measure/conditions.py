@@ -1,4 +1,4 @@
-"""The conditions of measurements: the device's name, the software and PyTorch's modes."""
+"""The conditions of measurements: the device's name, the software and PyTorch's modes; and the profile to add to."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
@@ -13,7 +14,8 @@ from typing import Literal
 import torch
 
 from layerwise.errors import LayerwiseError
-from layerwise.machine import precision
+from layerwise.machine import DEFAULT, Profile, catalogue, precision
+from layerwise.machine import load as load_profile
 from layerwise.machine.layer_times import Conditions
 from layerwise.measure.bench import Mode
 from layerwise.version import __version__
@@ -104,3 +106,55 @@ def provenance(device: torch.device) -> dict[str, str]:
             "cudnn": str(torch.backends.cudnn.version()),  # type: ignore[no-untyped-call]
         }
     return facts
+
+
+def base_profile(out: str | None, fallback: str | None, where: Conditions, device: torch.device) -> Profile:
+    """The profile to add to: the file `out` if it exists, else the profile `fallback`, adapted to this device.
+
+    Raises LayerwiseError if the file holds times of another device.
+    """
+    if out is not None and Path(out).exists():
+        base = load_profile(out)
+        if base.kinds:
+            return on_device(base, device, where)
+        others = [times.conditions.device for times in base.layers if times.conditions.device != where.device]
+        if others:
+            raise LayerwiseError(
+                f"profile {out} has times of another device, {others[0]!r}, but this is {where.device!r}: use another "
+                "--out"
+            )
+        if base.layers:
+            return base
+    else:
+        source = fallback or ("cpu" if device.type == "cpu" else DEFAULT)
+        base = replace(
+            load_profile(source),
+            name=Path(out).stem if out else "measured",
+            description=f"Measured by layerwise on {where.device}; peaks and links of profile {source}.",
+        )
+    return on_device(base, device, where)
+
+
+def kind_here(base: Profile, device: str) -> int:
+    """Which of a profile's kinds the device of this name is; LayerwiseError where it is none."""
+    names = [processor.name for processor in base.kinds]
+    row = catalogue.devices().get(catalogue.reported(device) or "", {})
+    found = [name for name in names if name in (device, row.get("name"))]
+    if base.kinds and not found:
+        raise LayerwiseError(f"profile {base.name} has devices of the kinds {', '.join(names)}; this is {device!r}")
+    return names.index(found[0]) if found else 0
+
+
+def on_device(base: Profile, device: torch.device, where: Conditions) -> Profile:
+    """Returns a profile for this device, without times of others; with those of its other kinds, if it has several."""
+    if base.kinds:
+        here, kinds = kind_here(base, where.device), list(base.kinds)
+        kinds[here] = replace(kinds[here], name=where.device)
+        return replace(base, kinds=tuple(kinds), processor=kinds[0])
+    sources, processor = dict(base.sources), replace(base.processor, name=where.device)
+    if device.type == "cuda":
+        gpu, source = torch.cuda.get_device_properties(device), f"torch {torch.__version__} on this device"
+        processor = replace(processor, memory_bytes=gpu.total_memory, processors=gpu.multi_processor_count)
+        sources |= {"device.memory_bytes": source, "device.processors": source}
+    own = tuple(times for times in base.layers if times.conditions.device == where.device)
+    return replace(base, processor=processor, sources=sources, layers=own)

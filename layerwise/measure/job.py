@@ -7,17 +7,11 @@ so that times include what ranks on shared cores cost each other. Only rank 0 se
 from __future__ import annotations
 
 import json
-import signal
 import statistics
 import time
-import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from pathlib import Path
-
-import torch
 
 from layerwise.comm.base import Comm
 from layerwise.comm.together import alone
@@ -25,10 +19,8 @@ from layerwise.config import Config, SearchSpace, parse
 from layerwise.cost.compute.measured import COPY, LAYER, held_out_error, step_name
 from layerwise.cost.compute.roofline import ComputeTime
 from layerwise.cost.model import CostModel, CostOptions
-from layerwise.errors import LayerwiseError
 from layerwise.graph.layer_graph import LayerGraph
-from layerwise.machine import DEFAULT, DeviceGraph, Profile, catalogue, save
-from layerwise.machine import load as load_profile
+from layerwise.machine import DeviceGraph, Profile, save
 from layerwise.machine.layer_times import CellTime, Conditions, LayerTimes
 from layerwise.measure.bench import Mode
 from layerwise.measure.cells import CellTask, Key, layer_cells, wanted_cells
@@ -92,6 +84,7 @@ class Job:
     budget_s: float
     comm: Comm
     measuring: list[Measuring] = field(init=False)  # one for each of `kinds`
+    _priced: tuple[list[LayerTimes], CostModel] | None = field(init=False, default=None)  # by these times
     profile: Profile = field(init=False)  # the base, with the measurements
 
     def __post_init__(self) -> None:
@@ -177,28 +170,37 @@ class Job:
 
         All ranks measure them again.
         """
-        stopwatch, dearest = Stopwatch(self.mode.device, CELL_S / CHECKED, ahead=True), list[list[CellTask]]()
+        dearest = list[list[CellTask]]()
         for measuring, cells in zip(self.measuring, wanted, strict=True):
             known = sorted((c for c in cells.values() if measuring.has(c.key)), key=lambda cell: -cell.predicted_s)
             dearest.append(known[:CHECKED])
+        if not self._off(dearest) or not (off := self._off(dearest)):  # noise does not occur twice
+            return None
+        for measuring, _ in off:
+            measuring.times = LayerTimes(measuring.times.conditions, made=measuring.times.made)
+        return " ".join(sentence for _, sentence in off)
+
+    def _off(self, dearest: Sequence[Sequence[CellTask]]) -> list[tuple[Measuring, str]]:
+        """Times these cells again on all ranks; returns the kinds of which one differs, and a sentence about it."""
+        stopwatch, off = Stopwatch(self.mode.device, CELL_S / CHECKED, ahead=True), list[tuple[Measuring, str]]()
         mine = ((m, cell) for m, some in zip(self.measuring, dearest, strict=True) for cell in some)
         outcomes = [m.outcome(cell, stopwatch) for m, cell in mine if self.comm.rank in m.ranks]
-        told, changed = self.comm.all_gather_object(outcomes), list[str]()
+        told = self.comm.all_gather_object(outcomes)
         for kind, measuring, some in zip(self.kinds, self.measuring, dearest, strict=True):
             for number, cell in enumerate(some):
                 again = [told[rank][number] for rank in measuring.ranks]
                 now_s = statistics.median([sum(one[:2]) for one in again if not isinstance(one, str)] or [0.0])
                 then = measuring.times.cells[cell.name][cell.extents]
                 then_s = then.forward_s + then.backward_s
-                off = max(now_s / max(then_s, 1e-12), then_s / max(now_s, 1e-12)) - 1
-                if off > max(AS_BEFORE, min(MOST, then.spread)):
-                    changed.append(
+                ratio = max(now_s / max(then_s, 1e-12), then_s / max(now_s, 1e-12))
+                if ratio - 1 > max(AS_BEFORE, min(MOST, then.spread)):
+                    sentence = (
                         f"layers differ from the measurement {_date(self.base, kind.where)}: a piece of {cell.what} "
                         f"takes {units(now_s, 's')} instead of {units(then_s, 's')}; measuring the layers again"
                     )
-                    measuring.times = LayerTimes(kind.where, made=measuring.times.made)
+                    off.append((measuring, sentence))
                     break
-        return " ".join(changed) or None
+        return off
 
     def _measure(self, wanted: Sequence[Sequence[CellTask]], what: str, *, quiet: bool) -> int:
         """Measures those of each kind's cells that are not measured yet, and returns how many it has measured."""
@@ -234,13 +236,15 @@ class Job:
 
     def _model(self) -> CostModel:
         """The cost model with the times measured so far."""
-        devices, layers = self.devices, self.devices.layers
-        each = list(devices.kinds)
-        for kind, measuring in zip(self.kinds, self.measuring, strict=True):
-            times = (measuring.times,)
-            layers = layers if kind.kind else times
-            each = [replace(one, layers=times) if i == kind.kind else one for i, one in enumerate(each)]
-        return CostModel(self.graph, replace(devices, layers=layers, kinds=tuple(each)), self.options)
+        known = [measuring.times for measuring in self.measuring]
+        if self._priced is None or any(a is not b for a, b in zip(self._priced[0], known, strict=True)):
+            devices, layers, each = self.devices, self.devices.layers, list(self.devices.kinds)
+            for kind, times in zip(self.kinds, known, strict=True):
+                layers = layers if kind.kind else (times,)
+                each = [replace(one, layers=(times,)) if i == kind.kind else one for i, one in enumerate(each)]
+            priced = CostModel(self.graph, replace(devices, layers=layers, kinds=tuple(each)), self.options)
+            self._priced = known, priced
+        return self._priced[1]
 
     def _save(self) -> None:
         """Adds the times at the end of the profile, where a search looks first, and writes it."""
@@ -284,69 +288,3 @@ def _date(profile: Profile, where: Conditions) -> str:
     """`on 2026-11-26`: when the times of these conditions were measured."""
     made = next((times.made for times in profile.layers if times.conditions == where), {})
     return f"on {made['date'][:10]}" if "date" in made else "earlier"
-
-
-def base_profile(out: str | None, fallback: str | None, where: Conditions, device: torch.device) -> Profile:
-    """The profile to add to: the file `out` if it exists, else the profile `fallback`, adapted to this device.
-
-    Raises LayerwiseError if the file holds times of another device.
-    """
-    if out is not None and Path(out).exists():
-        base = load_profile(out)
-        if base.kinds:
-            return on_device(base, device, where)
-        others = [times.conditions.device for times in base.layers if times.conditions.device != where.device]
-        if others:
-            raise LayerwiseError(
-                f"profile {out} has times of another device, {others[0]!r}, but this is {where.device!r}: use another "
-                "--out"
-            )
-        if base.layers:
-            return base
-    else:
-        source = fallback or ("cpu" if device.type == "cpu" else DEFAULT)
-        base = replace(
-            load_profile(source),
-            name=Path(out).stem if out else "measured",
-            description=f"Measured by layerwise on {where.device}; peaks and links of profile {source}.",
-        )
-    return on_device(base, device, where)
-
-
-def kind_here(base: Profile, device: str) -> int:
-    """Which of a profile's kinds the device of this name is; LayerwiseError where it is none."""
-    names = [processor.name for processor in base.kinds]
-    row = catalogue.devices().get(catalogue.reported(device) or "", {})
-    found = [name for name in names if name in (device, row.get("name"))]
-    if base.kinds and not found:
-        raise LayerwiseError(f"profile {base.name} has devices of the kinds {', '.join(names)}; this is {device!r}")
-    return names.index(found[0]) if found else 0
-
-
-def on_device(base: Profile, device: torch.device, where: Conditions) -> Profile:
-    """Returns a profile for this device, without times of others; with those of its other kinds, if it has several."""
-    if base.kinds:
-        here, kinds = kind_here(base, where.device), list(base.kinds)
-        kinds[here] = replace(kinds[here], name=where.device)
-        return replace(base, kinds=tuple(kinds), processor=kinds[0])
-    sources, processor = dict(base.sources), replace(base.processor, name=where.device)
-    if device.type == "cuda":
-        gpu, source = torch.cuda.get_device_properties(device), f"torch {torch.__version__} on this device"
-        processor = replace(processor, memory_bytes=gpu.total_memory, processors=gpu.multi_processor_count)
-        sources |= {"device.memory_bytes": source, "device.processors": source}
-    own = tuple(times for times in base.layers if times.conditions.device == where.device)
-    return replace(base, processor=processor, sources=sources, layers=own)
-
-
-@contextmanager
-def terminable() -> Iterator[None]:
-    """A context that turns SIGTERM into KeyboardInterrupt, so that measurements are written."""
-
-    def interrupt(number: int, frame: types.FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

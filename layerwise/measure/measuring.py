@@ -18,7 +18,7 @@ from layerwise.measure.cells import CellTask, Key
 from layerwise.measure.timing import Stopwatch
 
 SAVE_S = 2.0  # interval of writing the measurements
-CELL_S = 0.25  # about the time for one cell, beyond its minimum of samples
+CELL_S = 0.15  # about the time for one cell, beyond its minimum of samples
 TURN_S = 1.0  # how long ranks measure between two exchanges
 
 

@@ -37,7 +37,6 @@ from layerwise.tensor import TensorSpec
 SHORT, LONG = 2, 34  # lengths of the chains
 BATCH, WIDTH = 8, 8  # sizes of their tensors
 COPIED = 2**23  # bytes of a tensor that is copied with its halo: more than a core's own cache
-Clock = Callable[[], float]  # seconds
 MakeModule = Callable[[Plan, LayerGraph, Mode], nn.Module]  # creates the runtime's module for a plan on one device
 
 
@@ -50,26 +49,26 @@ class Overhead:
     call_s: float  # of an optimizer's step, however few its parameters
 
 
-def optimizer_call_s(optimizer: str, mode: Mode, clock: Clock | None = None) -> float:
+def optimizer_call_s(optimizer: str, mode: Mode) -> float:
     """Seconds of an optimizer's step over no parameters: twice a step of one tiny tensor, minus one of two."""
-    stopwatch = Stopwatch(mode.device, 0.2, clock=clock, ahead=True)
+    stopwatch = Stopwatch(mode.device, 0.2, ahead=True)
     one, two = (sum(_update(optimizer, mode, (1,) * count, stopwatch).seconds) for count in (1, 2))
     return max(0.0, 2 * one - two)
 
 
-def overhead(optimizer: str, mode: Mode, make_module: MakeModule, clock: Clock | None = None) -> Overhead:
+def overhead(optimizer: str, mode: Mode, make_module: MakeModule) -> Overhead:
     """Compares steps of chains of 2 and of 34 layers with the sum of their layers, loss and update alone.
 
     It measures a layer's overhead with tensors that fill a core's own cache, as in networks: the runtime's code and
-    objects have left it when the next layer comes. clock: as in `Stopwatch`, on a CPU.
+    objects have left it when the next layer comes.
     """
-    stopwatch = Stopwatch(mode.device, 0.2, most=100, clock=clock)
+    stopwatch = Stopwatch(mode.device, 0.1, most=100)
     runtime = _Runtime(optimizer, mode, make_module, stopwatch)
     steps, layer_s, tiny = runtime.chains(WIDTH)
     wide = own_cache_bytes() // (4 * BATCH) if mode.device.type == "cpu" else WIDTH
     layer = runtime.chains(wide)[2] if wide > WIDTH else tiny
     first = runtime.alone(_chain(SHORT, WIDTH), "first")
-    call_s = optimizer_call_s(optimizer, mode, clock)
+    call_s = optimizer_call_s(optimizer, mode)
     loss = stopwatch([(bench := LossBench(LossSpec(((BATCH, WIDTH),)), mode)).forward, bench.backward])
     update = _update(optimizer, mode, (WIDTH * WIDTH, WIDTH), stopwatch)
     inside = tiny.forward_s, tiny.backward_s

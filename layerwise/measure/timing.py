@@ -14,7 +14,7 @@ from functools import partial
 from itertools import repeat
 from math import inf
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 import torch
 
@@ -41,7 +41,7 @@ def nothing() -> None:
 class Reading:
     """The times of a measurement."""
 
-    seconds: tuple[float, ...]  # the median of each part
+    seconds: tuple[float, ...]  # of each part: the median of its samples, on a CPU of rounds of them (`averaged`)
     spread: float  # the range of the middle half of the whole's samples, as a share of their median
     samples: int  # how many there were
 
@@ -59,7 +59,6 @@ class Stopwatch:
     least: int = 5  # samples, at least
     most: int = 200  # samples, at most
     warm: int = 2  # samples before, which do not count
-    clock: Callable[[], float] | None = None  # in seconds; default: the wall clock
     ahead: bool = False  # a GPU waits before each part until the host has launched it
 
     def __call__(self, parts: Parts, before: Parts | None = None) -> Reading:
@@ -78,7 +77,8 @@ class Stopwatch:
         samples = [*samples, *sample(pairs, count - 1)] if long else sample(pairs, count)
         totals = sorted(sum(row) for row in samples)
         middle, apart = median(totals), totals[-1 - count // 4] - totals[count // 4]
-        seconds = tuple(median(column) for column in zip(*samples, strict=True))
+        rounds = samples if self.device.type == "cuda" else averaged(samples)
+        seconds = tuple(median(column) for column in zip(*rounds, strict=True))
         return Reading(seconds, apart / middle if middle > 0 else 0.0, count)
 
     def least_s(self, sample_s: float) -> float:
@@ -86,7 +86,7 @@ class Stopwatch:
         return sample_s * (FEW + self.warm - 1 if sample_s > LONG_S else self.least + self.warm)
 
     def _clocked(self, pairs: Sequence[tuple[Do, Do]], count: int) -> list[tuple[float, ...]]:
-        samples, now = [], self.clock or time.perf_counter
+        samples, now = [], time.perf_counter
         for _ in range(count):
             row = []
             for prepare, part in pairs:
@@ -129,6 +129,21 @@ class Stopwatch:
         return [tuple(float(a.elapsed_time(b)) / 1e3 for a, b in row) for row in samples]
 
 
+def averaged(samples: Sequence[tuple[float, ...]]) -> list[tuple[float, ...]]:
+    """Means of each part over rounds of samples that take `ROUND_S` together; fewer at the end do not count.
+
+    Where ranks share a core, or have a quota of it, a rank stands still for some milliseconds in some of the samples.
+    Their median would not have that, but the sum of a step's layers does.
+    """
+    rounds, samples_now = list[tuple[float, ...]](), list[tuple[float, ...]]()
+    for sample in samples:
+        samples_now.append(sample)
+        if sum(map(sum, samples_now)) >= ROUND_S:
+            rounds.append(tuple(map(mean, zip(*samples_now, strict=True))))
+            samples_now = []
+    return rounds or [tuple(map(mean, zip(*samples, strict=True)))]
+
+
 def stolen_s() -> float:
     """CPU seconds that the host of a virtual machine has kept from all its cores since it started; 0 where the kernel
     does not tell.
@@ -151,28 +166,29 @@ class Time:
 def timed(comm: Comm, operation: Do | None, rounds: int = ROUNDS, budget_s: float = inf) -> Time:
     """The time that an operation takes the slowest rank. Every rank calls this; None: it takes no part.
 
-    budget_s: no further round begins once this is over; one is always taken.
+    budget_s: no further round begins once this is over, the ranks' talk included; one is always taken.
     """
-    spent_s = 0.0
+    began, spent_s = time.monotonic(), 0.0
     for _ in range(2):  # the first one connects and allocates
-        _, first = _slowest(comm, operation, 1)
-        spent_s += first
+        _, first, spent_s = _slowest(comm, operation, 1, began)
     times = max(1, min(MOST, round(min(ROUND_S, budget_s / (rounds + 2)) / max(first, 1e-9))))
     bearable_s = STOLEN * (os.cpu_count() or 1) * times * first
     rounds_taken: list[tuple[float, float]] = []  # seconds stolen, and of the operation
     while len(rounds_taken) < TRIES * rounds and sum(stolen <= bearable_s for stolen, _ in rounds_taken) < rounds:
         if rounds_taken and spent_s > budget_s:
             break
-        rounds_taken.append(_slowest(comm, operation, times))
-        spent_s += times * rounds_taken[-1][1]
+        stolen, each, spent_s = _slowest(comm, operation, times, began)
+        rounds_taken.append((stolen, each))
     least = sorted(rounds_taken, key=lambda taken: taken[0])[:rounds]  # of those that are alike the earlier ones
     seconds = [each for _, each in least]
     middle = median(seconds)
     return Time(middle, (max(seconds) - min(seconds)) / middle if middle else 0.0)
 
 
-def _slowest(comm: Comm, operation: Do | None, times: int) -> tuple[float, float]:
-    """Seconds that were stolen meanwhile from the rank that lost most, and seconds that the slowest rank took."""
+def _slowest(comm: Comm, operation: Do | None, times: int, began: float) -> tuple[float, float, float]:
+    """Seconds that were stolen meanwhile from the rank that lost most, seconds that the slowest rank took, and the
+    seconds since `began`.
+    """
     before = stolen_s()
     comm.barrier()
     start = now_s(comm.device)
@@ -180,5 +196,6 @@ def _slowest(comm: Comm, operation: Do | None, times: int) -> tuple[float, float
         for _ in range(times):
             operation()
     local_s = (now_s(comm.device) - start) / times if operation is not None else 0.0
-    everyone = comm.all_gather_object([stolen_s() - before, local_s])
-    return max(stolen for stolen, _ in everyone), max(seconds for _, seconds in everyone)
+    everyone = comm.all_gather_object([stolen_s() - before, local_s, time.monotonic() - began])
+    stolen, seconds, spent = (max(column) for column in zip(*everyone, strict=True))
+    return stolen, seconds, spent

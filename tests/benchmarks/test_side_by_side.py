@@ -70,7 +70,6 @@ def test_each_rank_measures_a_part_of_the_cells_and_all_know_all_of_them(monkeyp
         return CellTime(layers.comm.rank, 1.0, 0.0, 3)
 
     monkeypatch.setattr(Layers, "_timed", timed)
-    monkeypatch.setattr(side_by_side, "share_of_core", lambda comm: 1.0)
     beside = Overhead(CellTime(0.1, 0.2, 0.0, 3), CellTime(0.3, 0.4, 0.0, 3), 0.0)
     monkeypatch.setattr(side_by_side, "overhead", lambda *_: beside)
 

@@ -232,6 +232,12 @@ def test_medians_of_each_part(clock: Clock) -> None:
     assert forward.calls == found.samples + 2  # the last to warm up counts, as it takes long
 
 
+def test_a_pause_that_comes_in_every_few_samples_is_part_of_what_short_ones_take(clock: Clock) -> None:
+    paused, once = clock.passes(*[0.001] * 4, 0.006), clock.passes(*[0.01] * 40, 0.5, *[0.01] * 400)
+    assert Stopwatch(CPU.device, budget_s=1.0)([paused]).seconds == pytest.approx((0.002,))  # as in a quota of a core
+    assert Stopwatch(CPU.device, budget_s=1.0)([once]).seconds == pytest.approx((0.01,))
+
+
 def test_slow_ones_are_repeated_at_least_and_fast_ones_at_most(clock: Clock) -> None:
     slow, slower, fast = clock.passes(0.09), clock.passes(50.0), clock.passes(1e-6)
     for passes, samples, calls in ((slow, 5, 7), (slower, 3, 4)):  # with those to warm up

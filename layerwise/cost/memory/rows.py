@@ -131,11 +131,13 @@ class _Holding:
         span = {number: (min(these), max(these) + 1) for number, these in ends.items()}
         self.span = {name: span[self.block[name]] if name in self.block else (i, i) for name, i in self.index.items()}
         known: dict[object, LayerRows] = {}
+        uses = graph.consumers()
         self.layers: dict[str, LayerRows] = {}
         for layer in graph.layers:
-            key = model.kind(layer), layer.name in graph.unfed, configs[layer.name]
+            boxed = tuple(i for i, u in enumerate(layer.inputs) if graph[u].role is Role.CONSTANT and len(uses[u]) == 1)
+            key = model.kind(layer), layer.name in graph.unfed, configs[layer.name], boxed
             if key not in known:
-                known[key] = layer_rows(model, layer, configs[layer.name], self.watched)
+                known[key] = layer_rows(model, layer, configs[layer.name], self.watched, boxed)
             self.layers[layer.name] = known[key]
         self.recomputed = {n: np.array([c.recompute for c in these]) for n, these in configs.items()}
         self.first = {n: np.unique(these, return_index=True)[1] for n, these in base.items()}

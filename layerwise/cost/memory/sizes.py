@@ -21,6 +21,7 @@ from layerwise.ops.tensor.pointwise import Cast
 from layerwise.partition.ahead import EdgeEnd
 from layerwise.partition.blocks import saved_within
 from layerwise.partition.moved import Moved, moved, outputs
+from layerwise.partition.pieces import largest_pieces, pieces_of
 from layerwise.partition.place import Boxes, Place, input_maps, place, read
 from layerwise.tensor import ITEM_BYTES
 
@@ -223,15 +224,15 @@ class TensorSizes:
     strategy: Strategy
     places: dict[str, Place] = field(init=False)  # its boxes
     stages: dict[str, list[StageMemory]] = field(init=False)
-    _read: dict[str, Place] = field(default_factory=dict)  # places of inputs whose boxes devices read
+    _read: dict[str, Place] = field(init=False)  # places of inputs and constants, which depend on several layers
     _edges: dict[EdgeEnd, EdgeMemory] = field(default_factory=dict)  # by reader
+    _pieces: dict[str, dict[int, Floats]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         graph = self.model.graph
         self.places = {layer.name: place_of(self.model, layer, self.strategy[layer.name]) for layer in graph.layers}
-        if self.model.options.io == "boxes":  # what is read depends on several layers
-            self._read = read(graph, self.places)
-            self.places |= self._read
+        self._read = read(graph, self.places, self.model.options.io)
+        self.places |= self._read
         self.stages = {layer.name: self._stages(layer) for layer in graph.inner}
         self._within = self.model.once("saved within", lambda: saved_within(graph))
 
@@ -254,7 +255,40 @@ class TensorSizes:
         return model.once(key, lambda: parameters_of(model, layer, config, place_of(model, layer, config)))
 
     def edge(self, layer: Layer, slot: int) -> EdgeMemory:
-        """The transfer to one of a layer's inputs."""
+        """The transfer to one of a layer's inputs.
+
+        One that comes a piece at a time has three pieces: the one that is read, and the next one, as it is received and
+        as it is put together.
+        """
+        pieces = self.pieces(layer)
+        if slot not in pieces:
+            return self._edge(layer, slot)
+        none = np.zeros_like(pieces[slot])
+        return replace(self._edge(layer, slot), need=3 * pieces[slot], received=none, forth=none)
+
+    def pieces(self, layer: Layer) -> dict[int, Floats]:
+        """(N,) bytes of each device's largest piece, by input; {} if the layer receives its inputs in full."""
+        if self.model.options.kind != "inference" or layer.role is not Role.COMPUTE:
+            return {}
+        if layer.name not in self._pieces:
+            found = self.model.once(("pieces", self.model.kind(layer)), lambda: pieces_of(layer))
+            travel = found is not None and not any(self._edge(layer, slot).local for slot in found.maps)
+            sizes = largest_pieces(layer, found, self.places[layer.name]) if found is not None and travel else {}
+            self._pieces[layer.name] = {
+                i: n * self.model.graph[layer.inputs[i]].out.item_bytes for i, n in sizes.items()
+            }
+        return self._pieces[layer.name]
+
+    def in_pieces(self, layer: Layer) -> Floats | float:
+        """(N,) temporary bytes of a kernel that reads pieces, with what is sent meanwhile; 0.0 for others."""
+        if not (pieces := self.pieces(layer)):
+            return 0.0
+        boxes, found = self.places[layer.name].computed, pieces_of(layer)
+        assert found is not None
+        sent = sum(2 * np.minimum(self._edge(layer, slot).forth, self.own(layer.inputs[slot])) for slot in pieces)
+        return sent + np.where(boxes.active, found.temporary(boxes.hi - boxes.lo), 0.0)
+
+    def _edge(self, layer: Layer, slot: int) -> EdgeMemory:
         end = layer.name, slot
         if end not in self._edges:
             model, name, target = self.model, layer.inputs[slot], self.strategy[layer.name]

@@ -217,7 +217,8 @@ class _Storages:
                 copies = {slot: tracker.new(size) for slot, size in stage.copies.items()}
                 weights = tracker.new(stage.weights)
                 out = tracker.new(stage.made)
-            tracker.spike(stage.forward if keeps else stage.forward + stage.extra)
+            within = stage.forward if number else stage.forward + self.sizes.in_pieces(layer)
+            tracker.spike(within if keeps else within + stage.extra)
             if keeps:
                 where = stage.reads
                 read = {BEFORE: before} | {slot: given[slot] for slot in stage.slots} | copies
@@ -227,8 +228,8 @@ class _Storages:
                 mine += tracker.hold(out) if stage.saved.output else NOBODY
             saved.append(mine)
             self._drop([before, weights, *copies.values()])
-            if keeps and number == 0 and (within := self.sizes.within(layer)) is not None:
-                self._keep_within(layer, given[0], devices_of(within) & where)
+            if keeps and number == 0 and (inside := self.sizes.within(layer)) is not None:
+                self._keep_within(layer, given[0], devices_of(inside) & where)
         if layer.name in self.returned:  # a view of more would keep all of it
             own, behind = self.sizes.own(layer.name), np.zeros(tracker.count)
             for storage, devices in out:
