@@ -21,7 +21,7 @@ from layerwise.ops.tensor.pointwise import Cast
 from layerwise.partition.ahead import EdgeEnd
 from layerwise.partition.blocks import saved_within
 from layerwise.partition.moved import Moved, moved, outputs
-from layerwise.partition.pieces import largest_pieces, pieces_of
+from layerwise.partition.pieces import largest_pieces, longest_piece, pieces_of
 from layerwise.partition.place import Boxes, Place, input_maps, place, read
 from layerwise.tensor import ITEM_BYTES
 
@@ -283,10 +283,11 @@ class TensorSizes:
         """(N,) temporary bytes of a kernel that reads pieces, with what is sent meanwhile; 0.0 for others."""
         if not (pieces := self.pieces(layer)):
             return 0.0
-        boxes, found = self.places[layer.name].computed, pieces_of(layer)
+        place, found = self.places[layer.name], pieces_of(layer)
         assert found is not None
+        boxes = place.computed
         sent = sum(2 * np.minimum(self._edge(layer, slot).forth, self.own(layer.inputs[slot])) for slot in pieces)
-        return sent + np.where(boxes.active, found.temporary(boxes.hi - boxes.lo), 0.0)
+        return sent + np.where(boxes.active, found.temporary(boxes.hi - boxes.lo, longest_piece(found, place)), 0.0)
 
     def _edge(self, layer: Layer, slot: int) -> EdgeMemory:
         end = layer.name, slot
