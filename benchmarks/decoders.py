@@ -7,7 +7,8 @@ to plan, in which the model is imported and proven. `--only NAME ...` are some o
 
     python -m benchmarks.decoders --rate 1gbit      # HunyuanVideo's and Wan's on an emulated cluster (needs root)
 
-There a rank is a node with an equal part of four fifths of the cores, and so is the one that decodes alone.
+There a rank is a node with an equal part of four fifths of the cores, and so is the one that decodes alone, while the
+others wait. `--distvae`: DistVAE's patches beside the plan, where it is installed (`pip install distvae`).
 """
 
 from __future__ import annotations
@@ -186,27 +187,30 @@ def decoded(name: str) -> tuple[str, ...]:
 def on_cluster(args: argparse.Namespace) -> None:
     """Prints the time of one rank and of all."""
     print(
-        "| decoder | one rank | all | times | difference | seconds to plan | strategy |\n|---|---|---|---|---|---|---|"
+        "| decoder | way | seconds | times one rank | difference | memory | strategy |\n|---|---|---|---|---|---|---|"
     )
-    for name in VIDEOS:
+    for name in args.videos:
         flags = ["--nodes", str(args.nodes), "--rate", args.rate, "--quiet", "--timeout", "1800"]
         flags += ["--cpu-quota", str(quota_of(f"{args.nodes}x1"))]
-        job = asdict(Job(name, args.seconds, args.measure_seconds))
+        job = asdict(Job(name, args.seconds, args.measure_seconds, args.distvae))
         with tempfile.TemporaryDirectory() as folder:
             os.environ["LAYERWISE_CACHE"] = folder
             row = launch("benchmarks.ranks.decoders", job, *flags, title=name, keep_memory=True)
-        alone, plan = row["times"]["one rank"], row["times"]["plan"]
-        cells = (units(alone, "s"), units(plan, "s"), f"{alone / plan:.2f}", f"{row['error']:.0e}")
-        print("|", " | ".join((name, *cells, f"{row['planned_s']:.0f}", ", ".join(row["strategy"]))), "|", flush=True)
+        for way, seconds in row["times"].items():
+            faster, memory = row["times"]["one rank"] / seconds, units(row["memory"][way], "B")
+            how = f"{', '.join(row['strategy'])}; planned in {row['planned_s']:.0f} s" if way == "plan" else ""
+            print(f"| {name} | {way} | {seconds:.2f} | {faster:.2f} | {row['errors'][way]:.0e} | {memory} | {how} |")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), metavar="NAME")
     parser.add_argument("--rate", help="of the emulated cluster's links, such as 1gbit")
+    parser.add_argument("--videos", nargs="+", choices=VIDEOS, default=list(VIDEOS), help="decoded there")
+    parser.add_argument("--distvae", action="store_true", help="time DistVAE's patches, too")
     parser.add_argument("--nodes", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=60.0, help="of each way's steps there (default: %(default)s)")
-    parser.add_argument("--measure-seconds", type=float, default=60.0, help="for links and layers there")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each way's steps there (default: %(default)s)")
+    parser.add_argument("--measure-seconds", type=float, default=30.0, help="for links and layers there")
     args = parser.parse_args()
     if args.rate:
         on_cluster(args)

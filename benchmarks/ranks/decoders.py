@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import layerwise
+from benchmarks.common.live import Live
 from benchmarks.ranks.inference import timed
 from benchmarks.ranks.rank import run
 from benchmarks.zoo.shims import torchvision_operators
@@ -35,6 +36,7 @@ class Job:
     decoder: str
     seconds: float  # of each way's steps
     measure_s: float
+    distvae: bool = False  # whether to time DistVAE's patches beside it
 
 
 def measure(job: Job) -> dict[str, object]:
@@ -56,15 +58,30 @@ def measure(job: Job) -> dict[str, object]:
     began = time.perf_counter()
     vae.decoder = layerwise.parallelize(vae.decoder, lambda: decode(vae), inference=True, options=chosen)
     planned_s = time.perf_counter() - began
-    video, expected = decode(vae), decode(alone)
-    rounds: dict[str, list[float]] = {"plan": [], "one rank": []}
-    for _ in range(2):
-        rounds["plan"] += timed(lambda: decode(vae), job.seconds / 2)
-        rounds["one rank"] += timed(lambda: decode(alone) if dist.get_rank() == 0 else None, job.seconds / 2)
+    ways: dict[str, Any] = {"plan": vae, "one rank": alone if dist.get_rank() == 0 else None}
+    if job.distvae:
+        from distvae.vae import parallelize_decoder
+
+        patched = copy.deepcopy(alone)
+        parallelize_decoder(patched, dist.group.WORLD)
+        ways["DistVAE"] = patched
+    expected, errors, peaks = decode(alone), dict[str, float](), dict[str, float]()
+    for name, of in ways.items():
+        live = Live([latent, *([] if of is None else (*of.decoder.parameters(), *of.decoder.buffers()))])
+        with live:
+            video = expected if of is None else decode(of)
+        errors[name] = float((video - expected).abs().max() / expected.abs().max())
+        peak = torch.tensor(float(live.peak))
+        dist.all_reduce(peak, dist.ReduceOp.MAX)
+        peaks[name] = float(peak)
+    rounds: dict[str, list[float]] = {name: [] for name in ways}
+    for name, of in (*ways.items(), *ways.items()):
+        rounds[name] += timed(lambda of=of: of and decode(of), job.seconds / 2, least=1)
     strategy = layerwise.of(vae.decoder).plan.strategy.values()
     return {
         "times": {name: statistics.median(seconds) for name, seconds in rounds.items()},
-        "error": float((video - expected).abs().max() / expected.abs().max()),
+        "errors": errors,
+        "memory": peaks,
         "planned_s": planned_s,
         "strategy": sorted({str(config) for config in strategy}),
     }

@@ -80,16 +80,16 @@ def windows_of(x: Tensor, rank: int, world: int) -> list[tuple[slice, ...]]:
     return [(slice(None), slice(None), *where) for where in dense_patch_slices(extents, window, interval)[rank::world]]
 
 
-def timed(step: Callable[[], object], seconds: float) -> list[float]:
-    """Seconds of steps between barriers, for about so long, after one that does not count."""
+def timed(step: Callable[[], object], seconds: float, least: int = 2) -> list[float]:
+    """Seconds of at least so many steps between barriers, for about so long, after one that does not count."""
     times: list[float] = []
     dist.barrier()
-    while len(times) < 3 or sum(times[1:]) < seconds:
+    while len(times) <= least or sum(times[1:]) < seconds:
         began = time.perf_counter()
         step()
         dist.barrier()
         times.append(time.perf_counter() - began)
-        more = [len(times) < 3 or sum(times[1:]) < seconds]
+        more = [len(times) <= least or sum(times[1:]) < seconds]
         dist.broadcast_object_list(more)
         if not more[0]:
             break

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from layerwise.arguments import Count, checked
 from layerwise.errors import LayerwiseError
+from layerwise.geometry import Box
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.built_in import SAMPLES, written_graph
 from layerwise.importers.named_code import called
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from layerwise.importers.torch.calls.recipes import Recipe
     from layerwise.importers.torch.read.arguments import Arguments, Call, OutputStructure
     from layerwise.importers.torch.trace import Imported
 
@@ -64,7 +66,17 @@ class Network:
 
     def constant(self, name: str) -> object:
         """The value of a constant layer, or None; `name:2` is a second use of `name`."""
-        return self.value(name if name in self.stored else name.partition(":")[0])
+        return self.value(self._own_name(name))
+
+    def recipe(self, name: str) -> Recipe | None:
+        """What computes boxes of a large constant; None for others."""
+        from layerwise.importers.torch.calls.recipes import Recipe
+
+        read = self.stored.get(self._own_name(name))
+        return read if isinstance(read, Recipe) else None
+
+    def _own_name(self, name: str) -> str:
+        return name if name in self.stored else name.partition(":")[0]
 
 
 @checked
@@ -191,13 +203,14 @@ def network_of(
     import torch
 
     from layerwise.importers.torch.calls.constants import Missing
+    from layerwise.importers.torch.calls.recipes import Recipe
 
     with IMPORTING:
         imported = traced(module, (tuple(examples), dict(kwargs or {})), name, trusted, shared, together, as_called)
     fed = imported.fed
     tensors = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     made = network_with(imported.graph, imported.stored, tensors, module.state_dict(keep_vars=True), batch)
-    known = {key: read() for key, read in made.stored.items() if not isinstance(read, Missing)}
+    known = {key: read() for key, read in made.stored.items() if not isinstance(read, Missing | Recipe)}
     built = {key: value for key, value in known.items() if isinstance(value, torch.Tensor)}
     stored = dict(made.stored) | {key: (lambda t=t: t) for key, t in built.items()}  # later writes are seen
     return replace(
@@ -221,6 +234,8 @@ def with_constants(
     import torch
     from torch.utils import _pytree as pytree
 
+    from layerwise.importers.torch.calls.recipes import Recipe
+
     own: torch.dtype = getattr(torch, network.graph.dtype)
     if network.module is None or dtype.itemsize <= own.itemsize:
         return network
@@ -228,7 +243,8 @@ def with_constants(
     held = {x.data_ptr() for x in (*network.module.buffers(), *attributes) if isinstance(x, torch.Tensor)}
     computed: dict[str, torch.Tensor] = {}
     for name in sorted(network.stored.keys() - {*network.keys, *network.keys.values()}):
-        value = network.stored[name]()
+        read = network.stored[name]
+        value = read.box(Box.full((1,) * len(read.shape))) if isinstance(read, Recipe) else read()
         if isinstance(value, torch.Tensor) and value.dtype == own and value.data_ptr() not in held:
             computed[name] = value
     if not computed:
@@ -247,13 +263,17 @@ def with_constants(
     with IMPORTING:
         wide = traced(module, call, "", trusted=True, shared=network.shared).stored
     values: dict[str, torch.Tensor] = {}
+    large: dict[str, Callable[[], object]] = {}
     for name, value in computed.items():
+        if isinstance(recipe := wide.get(name), Recipe) and recipe.shape == getattr(network.stored[name], "shape", ()):
+            large[name] = recipe
+            continue
         made = wide[name]() if name in wide else None
         if not isinstance(made, torch.Tensor) or made.shape != value.shape:
             raise LayerwiseError(f"the model computes other constants in {dtype} (not {name!r}): {run_in}")
         if not torch.equal(made, value.to(dtype)):
             values[name] = made.clone()
-    stored = dict(network.stored) | {name: partial(values.__getitem__, name) for name in values}
+    stored = dict(network.stored) | large | {name: partial(values.__getitem__, name) for name in values}
     return replace(network, stored=stored, built={**network.built, **values})
 
 

@@ -8,7 +8,7 @@ synchronization, memory and run time of the operator all follow from it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum, auto
 from functools import lru_cache
@@ -18,7 +18,7 @@ import numpy as np
 
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import needed
-from layerwise.ops.facts import Counts, Dim, Extents, Gemm, Local, Maps, Parameter, Saved, Space, Statistics
+from layerwise.ops.facts import Counts, Dim, Extents, Gemm, Local, Maps, Parameter, Pieces, Saved, Space, Statistics
 from layerwise.tensor import TensorSpec
 
 if TYPE_CHECKING:
@@ -140,6 +140,10 @@ class Op(ABC):
         """The kernel's memory saved for backward and temporary memory, for boxes [lo, hi) of the iteration space."""
         return self.saves
 
+    def pieces(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> Pieces | None:
+        """The inputs that `run_pieces` reads a piece at a time, where nothing is differentiated; None: it needs all."""
+        return None
+
     def margins(self, local: Local) -> Mapping[int, tuple[int, int]]:
         """Zeros (low, high) by dimension that the kernel pads its first input with, unless that arrives padded."""
         return {}
@@ -159,6 +163,12 @@ class Op(ABC):
         those of the epilogue, the result is a partial sum, and `finish` adds those once it is complete.
         """
         raise LayerwiseError(f"layerwise can plan {self.kind}, but has no kernel to run it")
+
+    def run_pieces(
+        self, local: Local, inputs: Sequence[Tensor], pieces: Iterator[tuple[int, int, Sequence[Tensor]]]
+    ) -> Tensor:
+        """The kernel without a backward pass. inputs: all but those in `pieces`, which has bounds and boxes."""
+        raise LayerwiseError(f"{self.kind} has no kernel that reads pieces")
 
     def finish(self, total: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
         """Applies what follows the reduction (a bias): `total` is a box of the sum, `parameters`

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -104,6 +104,17 @@ class Saved:
     padded: Counts | float = 0.0
     forward: Counts | float = 0.0  # temporary bytes of the forward pass
     between: Counts | float = 0.0  # bytes between the two parts of a backward pass: the gradient of a padded copy
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pieces:
+    """Inputs that an operator's evaluation can read a piece at a time, along one dimension that all of them have."""
+
+    # By input, from the iteration space and, after its dimensions, the dimension of the pieces.
+    maps: Mapping[int, Maps]
+    extent: int  # of that dimension
+    unit: int  # pieces end at its multiples
+    temporary: Callable[[Extents, int], Counts]  # bytes of the kernel, for boxes of these extents and a piece
 
 
 @dataclass(frozen=True, slots=True, eq=False)

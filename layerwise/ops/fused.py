@@ -6,7 +6,7 @@ needed. The epilogue (batch norm, relu, dropout, residual add) runs where its pr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -154,6 +154,25 @@ class LocalStage:
         return replace(self, training=training, evaluation=evaluation)
 
 
+@dataclass(frozen=True, slots=True)
+class InPieces:
+    """Inputs of a layer's main operator that come a piece at a time: the bounds, and boxes of their sources."""
+
+    maps: Mapping[int, Maps]  # as in `Pieces`
+    received: Iterator[tuple[int, int, Sequence[Tensor]]]
+
+    def viewed(self, own: LocalStage) -> Iterator[tuple[int, int, Sequence[Tensor]]]:
+        """Yields the pieces as the operator sees them."""
+        stage, cell = own.stage, own.evaluation.cell
+        for lo, hi, tensors in self.received:
+            piece, seen = Box((*cell.lo, lo), (*cell.hi, hi)), []
+            for slot, x in zip(self.maps, tensors, strict=True):
+                views = stage.views[slot]
+                source = own.views[slot][0][1].specs[0] if views else stage.specs[slot]
+                seen.append(_viewed(x, _chain(views, source, needed_box(self.maps[slot], piece))))
+            yield lo, hi, seen
+
+
 def local_stages(
     stages: Sequence[Stage],
     inputs: Sequence[TensorSpec],
@@ -181,16 +200,23 @@ def run_stages(
     training: bool,
     seed: Callable[[int], Seed],
     reduce: Callable[[Tensor], Tensor] | None,
+    pieces: InPieces | None = None,
 ) -> Tensor:
     """The box of the output that a device then owns.
 
     seed: for a stage's number, its random seed. reduce: if k is split, turns this device's partial sums into the owned
-    box of the sum.
+    box of the sum. pieces: inputs of the main operator that come a piece at a time; `inputs` has None there.
     """
     given = list(inputs)
     result: Tensor | None = None
     for number, own in enumerate(stages):
         stage = own.stage
+        if number == 0 and pieces is not None:
+            slots = range(len(given))[stage.inputs]
+            beside = [_viewed(given[i], own.views[i]) for i in slots if i not in pieces.maps]
+            given = given[len(slots) :]
+            result = stage.op.run_pieces(own.evaluation, beside, pieces.viewed(own))
+            continue
         values = [_viewed(given.pop(0), chain) for chain in own.views]
         if stage.slot is not None:
             assert result is not None

@@ -131,15 +131,18 @@ def place(layer: Layer, config: Config, devices: int, io: str, *, unfed: bool = 
     return place_in(layer.space, config, devices, everywhere=unfed and config.total == 1)
 
 
-def read(graph: LayerGraph, places: Mapping[str, Place]) -> dict[str, Place]:
-    """The box of each input that every device reads with io boxes: the hull of what its layers need of it.
+def read(graph: LayerGraph, places: Mapping[str, Place], io: str) -> dict[str, Place]:
+    """The box that every device reads of each constant, and with io boxes of each input: the hull of what its layers
+    need of it.
 
-    places: of all layers. A device that needs nothing reads an empty box.
+    places: of all layers. A device that needs nothing reads an empty box. A constant that is returned is read in full.
     """
     found: dict[str, Place] = {}
+    roles = (Role.INPUT, Role.CONSTANT) if io == "boxes" else (Role.CONSTANT,)
+    returned = {name for name in graph.layers[-1].inputs if graph[name].role is Role.CONSTANT}
     for layer in graph.layers:
         for slot, source in enumerate(layer.inputs):
-            if graph[source].role is Role.INPUT and layer.role is not Role.SINK:
+            if graph[source].role in roles and layer.role is not Role.SINK and source not in returned:
                 maps, epilogue = input_maps(layer, slot)
                 need = places[layer.name].at(epilogue).needs(maps)
                 hull = need if source not in found else found[source].owned.hull(need)

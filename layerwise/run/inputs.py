@@ -9,7 +9,9 @@ from torch import Tensor
 
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
+from layerwise.geometry import Box
 from layerwise.importers.load import Network
+from layerwise.importers.torch.calls.recipes import Recipe
 from layerwise.ops.base import Role
 from layerwise.plan import Plan
 from layerwise.run.options import RuntimeOptions
@@ -33,11 +35,9 @@ class Inputs:
                 use.main.ids and layer.name not in use.inputs[1:] for use in map(graph.__getitem__, uses[layer.name])
             ):
                 self._types[layer.name] += [torch.int64, torch.int32]  # PyTorch takes both as ids
-        self._constants = {
-            layer.name: _constant(network, layer.name).to(options.device, options.element_type(layer.out.dtype, graph))
-            for layer in graph.layers
-            if layer.role is Role.CONSTANT
-        }
+        constants = [layer.name for layer in graph.layers if layer.role is Role.CONSTANT]
+        self._constants = {name: network.recipe(name) or _constant(network, name) for name in constants}
+        self._boxes = dict[tuple[str, tuple[int, ...], Box], Tensor]()  # of constants, that layers read
 
     def fed_samples(self, inputs: Sequence[Tensor]) -> int:
         """Returns the number of samples. Raises LayerwiseError for too many inputs, or anything but tensors."""
@@ -90,10 +90,25 @@ class Inputs:
         fed = {
             layer.name: self._checked(schedule, layer.name, x) for layer, x in zip(self._layers, inputs, strict=True)
         }
-        for name, value in self._constants.items():
-            shape = schedule.graph[name].out.shape
-            fed[name] = value if tuple(value.shape) == shape else _repeated(name, value, shape)
-        return fed
+        return fed | {name: self._box(schedule, name) for name in self._constants}
+
+    def _box(self, schedule: Schedule, name: str) -> Tensor:
+        """Returns this rank's box of a constant on the device."""
+        spec, value = schedule.graph[name].out, self._constants[name]
+        box = schedule.places[name].owned.each[self.comm.rank]
+        assert box is not None
+        key = name, spec.shape, box
+        if key not in self._boxes:
+            if isinstance(value, Tensor):
+                alike = value if tuple(value.shape) == spec.shape else _repeated(name, value, spec.shape)
+                part = alike[box.slices()]
+            else:
+                part = _rows(name, value, spec.shape).box(box)
+            dtype = schedule.options.element_type(spec.dtype, schedule.graph)
+            part = part.to(self.options.device, dtype)
+            alone = part.untyped_storage().nbytes() == part.nbytes  # else a view, which would hold all of it
+            self._boxes[key] = part if alone else part.clone(memory_format=torch.contiguous_format)
+        return self._boxes[key]
 
     def _checked(self, schedule: Schedule, name: str, x: Tensor) -> Tensor:
         spec = schedule.graph[name].out
@@ -121,5 +136,16 @@ def _constant(network: Network, name: str) -> Tensor:
 def _repeated(name: str, value: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Returns a constant with a row a sample, for another batch size. Raises LayerwiseError if its rows differ."""
     if value.dim() != len(shape) or not bool((value == value[:1]).all()):
-        raise LayerwiseError(f"constant {name!r} of shape {tuple(value.shape)} cannot grow to {shape}: its rows differ")
+        raise _differs(name, tuple(value.shape), shape)
     return value[:1].expand(shape)
+
+
+def _rows(name: str, value: Recipe, shape: tuple[int, ...]) -> Recipe:
+    """Returns the recipe of a constant with a row a sample. Raises LayerwiseError as `_repeated` does."""
+    if (rows := value.with_rows(shape)) is None:
+        raise _differs(name, value.shape, shape)
+    return rows
+
+
+def _differs(name: str, shape: tuple[int, ...], wanted: tuple[int, ...]) -> LayerwiseError:
+    return LayerwiseError(f"constant {name!r} of shape {shape} cannot grow to {wanted}: its rows differ")

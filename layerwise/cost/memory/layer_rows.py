@@ -60,9 +60,16 @@ class LayerRows:
         return self.reads.get(slot, Read(none, none, none, np.zeros(len(none), np.bool_)))
 
 
-def layer_rows(model: CostModel, layer: Layer, configs: tuple[Config, ...], watched: Ints) -> LayerRows:
-    """A layer's rows. watched: device 0, and other devices that tell whether an input is transferred."""
-    return _Maker(model, layer, configs, watched).made()
+def layer_rows(
+    model: CostModel, layer: Layer, configs: tuple[Config, ...], watched: Ints, constants: tuple[int, ...]
+) -> LayerRows:
+    """A layer's rows. watched: device 0, and other devices that tell whether an input is transferred. constants: the
+    inputs that are constants of which it alone reads a box.
+    """
+    maker = _Maker(model, layer, configs, watched)
+    made = maker.made()
+    made.steady = sum((maker.need(slot) for slot in constants), made.steady)
+    return made
 
 
 class _Maker:
@@ -90,7 +97,8 @@ class _Maker:
             own, none, self.no, none, none, none, none, none, none, none,
         )  # fmt: skip
         if layer.role in (Role.CONSTANT, Role.INPUT) or layer.end:
-            if not (layer.role is Role.INPUT and io == "boxes") and layer.role is not Role.SINK:
+            # A constant's box is its readers'.
+            if not (layer.role is Role.INPUT and io == "boxes") and layer.role not in (Role.SINK, Role.CONSTANT):
                 found.steady = own
             found.keeps = ~self.no
             return found
@@ -180,10 +188,14 @@ class _Maker:
 
     def _need(self, slot: int) -> Read:
         """An input of which nothing is saved yet."""
+        need = self.need(slot)
+        return Read(need, need, self.none, self.no)
+
+    def need(self, slot: int) -> Floats:
+        """(V,) bytes of the box of an input that the layer needs."""
         maps, epilogue = input_maps(self.layer, slot)
         item_bytes = self.model.graph[self.layer.inputs[slot]].out.item_bytes
-        need = self.first(self.place.at(epilogue).needs(maps).volume * item_bytes)
-        return Read(need, need, self.none, self.no)
+        return self.first(self.place.at(epilogue).needs(maps).volume * item_bytes)
 
     # ---- parameters ----
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
@@ -20,13 +21,14 @@ from layerwise.ops.tensor.pointwise import Cast
 from layerwise.partition.ahead import EdgeEnd
 from layerwise.partition.blocks import saved_within
 from layerwise.partition.moved import Moved, moved, outputs
+from layerwise.partition.pieces import largest_pieces, longest_piece, pieces_of
 from layerwise.partition.place import Boxes, Place, input_maps, place, read
 from layerwise.tensor import ITEM_BYTES
 
 BEFORE = -1  # instead of a slot: the result of the stage before
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class StageMemory:
     """One operator of a layer on all N devices; arrays are (N,), in bytes."""
 
@@ -42,6 +44,17 @@ class StageMemory:
     copies: dict[int, Floats]  # autocast's copies of inputs, by slot; BEFORE is the result of the stage before
     weights: Floats  # autocast's copies of weights
     padded: Floats  # the part of `extra` and `between` that is a padded copy of the first input; see `given_padded`
+
+    @cached_property
+    def reads(self) -> Devices:
+        """The devices whose backward pass reads its inputs."""
+        inputs = self.saved.inputs
+        return devices_of(inputs if isinstance(inputs, np.ndarray) else np.full(len(self.made), inputs))
+
+    @cached_property
+    def twice(self) -> Devices:
+        """The devices whose backward pass has something between what it reads and what it makes."""
+        return devices_of(self.between > 0)
 
     def given_padded(self) -> StageMemory:
         """The stage if its first input is transferred: it is received with padding, and saved instead of a copy."""
@@ -211,15 +224,15 @@ class TensorSizes:
     strategy: Strategy
     places: dict[str, Place] = field(init=False)  # its boxes
     stages: dict[str, list[StageMemory]] = field(init=False)
-    _read: dict[str, Place] = field(default_factory=dict)  # places of inputs whose boxes devices read
+    _read: dict[str, Place] = field(init=False)  # places of inputs and constants, which depend on several layers
     _edges: dict[EdgeEnd, EdgeMemory] = field(default_factory=dict)  # by reader
+    _pieces: dict[str, dict[int, Floats]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         graph = self.model.graph
         self.places = {layer.name: place_of(self.model, layer, self.strategy[layer.name]) for layer in graph.layers}
-        if self.model.options.io == "boxes":  # what is read depends on several layers
-            self._read = read(graph, self.places)
-            self.places |= self._read
+        self._read = read(graph, self.places, self.model.options.io)
+        self.places |= self._read
         self.stages = {layer.name: self._stages(layer) for layer in graph.inner}
         self._within = self.model.once("saved within", lambda: saved_within(graph))
 
@@ -242,7 +255,41 @@ class TensorSizes:
         return model.once(key, lambda: parameters_of(model, layer, config, place_of(model, layer, config)))
 
     def edge(self, layer: Layer, slot: int) -> EdgeMemory:
-        """The transfer to one of a layer's inputs."""
+        """The transfer to one of a layer's inputs.
+
+        One that comes a piece at a time has three pieces: the one that is read, and the next one, as it is received and
+        as it is put together.
+        """
+        pieces = self.pieces(layer)
+        if slot not in pieces:
+            return self._edge(layer, slot)
+        none = np.zeros_like(pieces[slot])
+        return replace(self._edge(layer, slot), need=3 * pieces[slot], received=none, forth=none)
+
+    def pieces(self, layer: Layer) -> dict[int, Floats]:
+        """(N,) bytes of each device's largest piece, by input; {} if the layer receives its inputs in full."""
+        if self.model.options.kind != "inference" or layer.role is not Role.COMPUTE:
+            return {}
+        if layer.name not in self._pieces:
+            found = self.model.once(("pieces", self.model.kind(layer)), lambda: pieces_of(layer))
+            travel = found is not None and not any(self._edge(layer, slot).local for slot in found.maps)
+            sizes = largest_pieces(layer, found, self.places[layer.name]) if found is not None and travel else {}
+            self._pieces[layer.name] = {
+                i: n * self.model.graph[layer.inputs[i]].out.item_bytes for i, n in sizes.items()
+            }
+        return self._pieces[layer.name]
+
+    def in_pieces(self, layer: Layer) -> Floats | float:
+        """(N,) temporary bytes of a kernel that reads pieces, with what is sent meanwhile; 0.0 for others."""
+        if not (pieces := self.pieces(layer)):
+            return 0.0
+        place, found = self.places[layer.name], pieces_of(layer)
+        assert found is not None
+        boxes = place.computed
+        sent = sum(2 * np.minimum(self._edge(layer, slot).forth, self.own(layer.inputs[slot])) for slot in pieces)
+        return sent + np.where(boxes.active, found.temporary(boxes.hi - boxes.lo, longest_piece(found, place)), 0.0)
+
+    def _edge(self, layer: Layer, slot: int) -> EdgeMemory:
         end = layer.name, slot
         if end not in self._edges:
             model, name, target = self.model, layer.inputs[slot], self.strategy[layer.name]
@@ -272,6 +319,6 @@ class TensorSizes:
         source = layer.inputs[0] if layer.inputs else ""
         if self._within.get(source) != (layer.name, 0) or self.edge(layer, 0).local:
             return None
-        if self.strategy[source].alters_saved or self.strategy[layer.name].alters_saved:
+        if self.strategy[source].recompute or self.strategy[layer.name].recompute:
             return None
         return self.edge(layer, 0).inside

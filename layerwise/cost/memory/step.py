@@ -217,10 +217,10 @@ class _Storages:
                 copies = {slot: tracker.new(size) for slot, size in stage.copies.items()}
                 weights = tracker.new(stage.weights)
                 out = tracker.new(stage.made)
-            tracker.spike(stage.forward if keeps else stage.forward + stage.extra)
+            within = stage.forward if number else stage.forward + self.sizes.in_pieces(layer)
+            tracker.spike(within if keeps else within + stage.extra)
             if keeps:
-                inputs = stage.saved.inputs
-                where = devices_of(inputs) if isinstance(inputs, np.ndarray) else tracker.everyone * inputs
+                where = stage.reads
                 read = {BEFORE: before} | {slot: given[slot] for slot in stage.slots} | copies
                 for ref in read.values():
                     mine += tracker.hold(ref, where)
@@ -228,8 +228,8 @@ class _Storages:
                 mine += tracker.hold(out) if stage.saved.output else NOBODY
             saved.append(mine)
             self._drop([before, weights, *copies.values()])
-            if keeps and number == 0 and (within := self.sizes.within(layer)) is not None:
-                self._keep_within(layer, given[0], devices_of(within) & where)
+            if keeps and number == 0 and (inside := self.sizes.within(layer)) is not None:
+                self._keep_within(layer, given[0], devices_of(inside) & where)
         if layer.name in self.returned:  # a view of more would keep all of it
             own, behind = self.sizes.own(layer.name), np.zeros(tracker.count)
             for storage, devices in out:
@@ -280,7 +280,7 @@ class _Storages:
                 parameters = [] if weights else self.parameters.gradients(layer)
             cast = [size for slot, size in stage.copies.items() if slot == BEFORE or self.flows[layer.inputs[slot]]]
             between = tracker.new(sum(cast, stage.between), "workspace")  # its sources are freed before it is read
-            read, two = running + saved[number], devices_of(stage.between > 0)
+            read, two = running + saved[number], stage.twice
             tracker.drop(part(read, two))
             for slot in stage.slots:
                 if self.flows[layer.inputs[slot]]:  # a view of the output's gradient, or made

@@ -85,14 +85,20 @@ class _Importer:
         """The model's parameters and buffers, and constants of its forward pass."""
         stored: dict[str, Callable[[], torch.Tensor | None]] = {}
         for value in (*self.placer.standing.values(), *self.values.values()):
-            if value.role == "constant" and value.value is not None:
+            own = value.name.removesuffix(".not")
+            boxed = self.constants.recipe(own) if value.role == "constant" else None
+            if boxed is not None:
+                rows = (1, *boxed.shape[1:]) if value.spec.dims[:1] == ("n",) else boxed.shape
+                boxed = boxed.with_rows(rows) or boxed  # whatever batch was traced
+                stored |= {own: boxed, f"{own}.not": boxed.negated()}
+            elif value.role == "constant" and value.value is not None:
                 array, dtype = value.value, getattr(torch, value.spec.dtype)
                 if value.spec.dims[:1] == ("n",) and (array == array[:1]).all():  # whatever batch was traced
                     array = array[:1]
                 stored[value.name] = lambda array=array, dtype=dtype: torch.tensor(array, dtype=dtype)  # type: ignore[misc]
                 stored[f"{value.name}.not"] = lambda array=array: torch.tensor(np.logical_not(array))  # type: ignore[misc]
             elif value.role == "constant":
-                reason = self.constants.unknown.get(value.name.removesuffix(".not"))
+                reason = self.constants.unknown.get(own)
                 stored |= dict.fromkeys((value.name, f"{value.name}.not"), Missing(reason)) if reason else {}
         return stored | {s.target: s.read for s in self.program.sources if s.kind != "input"}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import lcm
 from typing import TYPE_CHECKING, ClassVar
@@ -12,7 +12,7 @@ import numpy as np
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import AxisMap, Box, identity, scaled, whole
 from layerwise.ops.base import Op
-from layerwise.ops.facts import Extents, Gemm, Local, Maps, Saved
+from layerwise.ops.facts import Counts, Extents, Gemm, Local, Maps, Pieces, Saved
 from layerwise.ops.random import drop
 from layerwise.ops.specs import broadcast, merge_labels, only
 from layerwise.tensor import TensorSpec
@@ -21,15 +21,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+MUCH = 1 << 26  # bytes of keys and values, from which on they are read a piece at a time
+SCORES = 1 << 22  # that are computed at once then
+
+
 @dataclass(frozen=True, slots=True)
 class Attention(Op):
     """softmax(q @ k.T * scale + mask) @ v over the last two dimensions of (n, heads, s, e), heads optional.
 
     Inputs: q, k, v[, mask]. k and v may have fewer heads (grouped queries): each then serves a group of query heads,
-    and heads are split between groups. Queries are split anywhere; k and v are needed in full; a causal mask uses
-    positions in the full sequence. `dropout` is the probability of a zero among the softmax's results. FLOPs: 2 a
-    multiply-add in both products; what a causal mask saves is not counted, as the last queries save little and the
-    other devices wait for them.
+    and heads are split between groups. Queries are split anywhere; k and v are needed in full, but in evaluation large
+    ones come a piece at a time (`run_pieces`); a causal mask uses positions in the full sequence. `dropout` is the
+    probability of a zero among the softmax's results. FLOPs: 2 a multiply-add in both products; what a causal mask
+    saves is not counted, as the last queries save little and the other devices wait for them.
     """
 
     kind: ClassVar[str] = "attention"
@@ -116,6 +120,59 @@ class Attention(Op):
         grouped = q.dim() > 3 and k.shape[-3] != q.shape[-3]
         causal = self.causal and mask is None
         return F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=self.scale, enable_gqa=grouped)
+
+    def pieces(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> Pieces | None:
+        k, v = inputs[1:3]
+        if k.volume * k.item_bytes + v.volume * v.item_bytes < MUCH:
+            return None
+        rank, keys = len(out.shape), identity(k.shape[-2], len(out.shape))
+        maps = {i: (*m[:-2], keys, m[-1]) for i, m in enumerate(self.needs(inputs, out)) if i in (1, 2)}
+        wide = max(out.item_bytes, 4)
+
+        def temporary(extents: Extents, piece: int) -> Counts:
+            e = extents[..., :rank].astype(np.float64)
+            scores = np.minimum(e[..., :-1].prod(-1) * piece, SCORES)
+            counted: Counts = (3 * scores + 2 * e.prod(-1) + 4 * e[..., :-1].prod(-1)) * wide
+            return counted
+
+        return Pieces(maps, k.shape[-2], lcm(k.units[-2], v.units[-2]), temporary)
+
+    def run_pieces(
+        self, local: Local, inputs: Sequence[Tensor], pieces: Iterator[tuple[int, int, Sequence[Tensor]]]
+    ) -> Tensor:
+        """Adds up a softmax piece by piece (online): numerators, and the logarithm of the sum of what divides them."""
+        import torch
+
+        q = inputs[0]
+        mask = inputs[1] if self.mask else None
+        wide = torch.promote_types(q.dtype, torch.float32)
+        scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
+        first, rows = local.cell.lo[-2], q.shape[-2]
+        total, logs = q.new_zeros(local.out.shape, dtype=wide), q.new_full(q.shape[:-1], -torch.inf, dtype=wide)
+        for lo, hi, (k, v) in pieces:
+            if self.causal and lo >= first + rows:  # no query here sees these keys
+                continue
+            k, v = (t.expand(*_stacked(q, t), *t.shape[-2:]).to(wide) for t in (k, v))
+            if q.dim() > 3 and k.shape[-3] != q.shape[-3]:
+                k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
+            step = max(1, SCORES // max(1, q.shape[:-2].numel() * (hi - lo)))
+            for at in range(0, rows, step):
+                some = slice(at, min(at + step, rows))
+                scores = (q[..., some, :].to(wide) @ k.mT).mul_(scale)
+                if mask is not None:
+                    part = mask[..., some, :] if mask.dim() > 1 and mask.shape[-2] > 1 else mask
+                    part = part[..., lo:hi] if mask.shape[-1] > 1 else part
+                    scores = scores.masked_fill_(~part, -torch.inf) if part.dtype == torch.bool else scores.add_(part)
+                if self.causal:
+                    here = torch.arange(first + at, first + some.stop, device=q.device)[:, None]
+                    scores.masked_fill_(torch.arange(lo, hi, device=q.device) > here, -torch.inf)
+                before = logs[..., some]
+                after = torch.logaddexp(before, scores.logsumexp(-1))
+                seen = after.masked_fill(after == -torch.inf, 0.0)  # a query that sees no key yet has zeros
+                total[..., some, :].mul_((before - seen).exp_()[..., None])
+                total[..., some, :].add_(scores.sub_(seen[..., None]).exp_() @ v)
+                before.copy_(after)
+        return total.to(q.dtype)
 
     def _dropped(self, local: Local, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Attention with dropout by position: weights are zeroed by (..., query, key) in the full tensor of scores."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 from math import prod
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Pads = tuple[tuple[int, int], ...]  # (low, high) a spatial dimension
+LARGE = 1 << 22  # multiply-adds of a convolution in 3-D; oneDNN is no faster below
 SPATIAL = {1: ("l",), 2: ("h", "w"), 3: ("d", "h", "w")}  # usual labels, by how many there are
 
 
@@ -158,7 +159,7 @@ class Conv(_Convolution):
         (x,), weight, bias, rank = inputs, parameters["weight"], parameters.get("bias"), len(self.kernel)
         native, explicit = local.once("padding", lambda: self._padding(local))
         x = padded(x, explicit) if explicit and not local.padded else x
-        conv = (functional.conv1d, functional.conv2d, functional.conv3d)[rank - 1]
+        conv = (functional.conv1d, functional.conv2d, _onednn if _is_large(x, weight) else functional.conv3d)[rank - 1]
         runs = (
             ((1, weight.shape[0]),)
             if self.groups == 1
@@ -188,6 +189,32 @@ class Conv(_Convolution):
             if not alike:
                 explicit[i] = (before, after)
         return native, explicit
+
+
+def _is_large(x: Tensor, weight: Tensor) -> bool:
+    """True for a convolution in 3-D on a CPU that is worth oneDNN's kernel.
+
+    PyTorch has its own kernel, half as fast, where n * c * d * h is at most 20480, however wide the input is: boxes are
+    often so small where the full input is not (aten/src/ATen/native/Convolution.cpp, `use_mkldnn`).
+    """
+    import torch
+
+    if x.dim() != 5 or x.device.type != "cpu" or x.dtype != torch.float32 or max(weight.shape[2:]) == 1:
+        return False
+    mkldnn: Any = torch.backends.mkldnn
+    if not (mkldnn.is_available() and mkldnn.enabled) or torch.compiler.is_compiling():
+        return False
+    return not torch.is_autocast_enabled("cpu") and x.numel() * weight.shape[0] * prod(weight.shape[2:]) > LARGE
+
+
+def _onednn(
+    x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any, groups: int
+) -> Tensor:
+    import torch
+
+    mkldnn: Any = torch.mkldnn_convolution
+    result: Tensor = mkldnn(x, weight, bias, padding, stride, dilation, groups)
+    return result
 
 
 @dataclass(frozen=True, slots=True)

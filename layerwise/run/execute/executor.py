@@ -7,7 +7,8 @@ order reversed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from layerwise.errors import LayerwiseError
 from layerwise.ops.base import Role
+from layerwise.ops.fused import InPieces
+from layerwise.partition.pieces import pieces_of
 from layerwise.program import Instruction, StepKind
 from layerwise.program.instructions import AllGather, Arrive, Begin, Compute, End, Free, Keep, Move, Output, Release
 from layerwise.run.compiling import Settings
@@ -24,7 +27,7 @@ from layerwise.run.execute.kernels import LayerKernel, Pass, all_there
 from layerwise.run.execute.saved import Block, SavedOutput
 from layerwise.run.execute.segments import CompiledSegment, CompiledSegments
 from layerwise.run.schedule.redistribute import Flight, TimedTransfer, landed
-from layerwise.run.schedule.schedule import Schedule, ScheduledEdge, ScheduledLayer
+from layerwise.run.schedule.schedule import Schedule, ScheduledEdge, ScheduledLayer, ScheduledPiece
 
 Steps = list[tuple[str, list[Instruction]]]  # by layer
 
@@ -134,8 +137,17 @@ class _Forward:
 
     # ---- inputs ----
 
+    def _in_pieces(self, scheduled: ScheduledLayer, slot: int | None = None) -> bool:
+        """True if an input of a layer (None: some input) is received while the layer computes, a piece at a time."""
+        pieces = scheduled.pieces
+        if not pieces or self.run.differentiate or self.run.training or scheduled.layer.name in self.segments:
+            return False
+        return slot is None or slot in pieces[0].ways
+
     def begin(self, instruction: Begin) -> None:
         """Issues an input early."""
+        if self._in_pieces(self.layers[instruction.layer], instruction.slot):
+            return
         edge = self.layers[instruction.layer].edges[instruction.slot]
         leaving, self.issued[instruction.layer, instruction.slot] = issued_early(*self._ways(edge))
         self._communicate(edge, self.values[edge.source], leaving)
@@ -143,13 +155,16 @@ class _Forward:
     def end(self, instruction: End) -> None:
         """Waits for an input that was issued early."""
         scheduled, slot = self.layers[instruction.layer], instruction.slot
+        if self._in_pieces(scheduled, slot):
+            self.received[slot] = None
+            return
         awaited = self.issued.pop((instruction.layer, slot))
         self._receive(scheduled, slot, self._communicate(scheduled.edges[slot], None, awaited))
 
     def move(self, instruction: Move) -> None:
         scheduled, slot = self.layers[instruction.layer], instruction.slot
         edge = scheduled.edges[slot]
-        if scheduled.layer.name in self.segments and not edge.travels:
+        if self._in_pieces(scheduled, slot) or (scheduled.layer.name in self.segments and not edge.travels):
             self.received[slot] = None  # a compiled segment slices it itself
         elif edge.stays:
             self.received[slot] = self.values[edge.source]
@@ -237,12 +252,17 @@ class _Forward:
         run, name, work, parameters = self.run, scheduled.layer.name, scheduled.work, scheduled.parameters
         if scheduled.layer.role is not Role.COMPUTE:
             return self._source(scheduled)
+        in_pieces = self._in_pieces(scheduled)
         if work is None:
+            if in_pieces:  # it may send some
+                deque(self._pieces(scheduled), maxlen=0)
             return None
         count, backward = len(scheduled.layer.specs), run.differentiate and scheduled.backward
         tied = iter(received[count:])
         tensors = [*received[:count], *(next(tied) if p is None else run.parameters[p] for p in parameters)]
-        compute: LayerKernel = partial(run.layer, scheduled)
+        found = pieces_of(scheduled.layer, viewed=True) if in_pieces else None
+        pieces = None if found is None else InPieces(found.maps, self._pieces(scheduled))
+        compute: LayerKernel = partial(run.layer, scheduled, pieces=pieces)
         if name in run.gathers and backward:
             # So all ranks begin to sum these gradients before they reach the next layer.
             run.order(tensors, [count + i for i, p in enumerate(parameters) if p in run.gathers[name].names])
@@ -259,6 +279,25 @@ class _Forward:
             communicates=work.communicates,
         )
         return out
+
+    def _pieces(self, scheduled: ScheduledLayer) -> Iterator[tuple[int, int, list[Tensor]]]:
+        """Yields what this rank sees of some inputs, a piece at a time. The next one is under way meanwhile."""
+        run, edges = self.run, scheduled.edges
+
+        def begin(piece: ScheduledPiece) -> list[Flight]:
+            with run.spans.span(scheduled.layer.name, "transfers"):
+                sources = {slot: edges[slot].source for slot in piece.ways}
+                return [
+                    way.begin(self.values[sources[slot]], run.empty(self.types[sources[slot]]))
+                    for slot, way in piece.ways.items()
+                ]
+
+        flights = begin(scheduled.pieces[0])
+        for piece, following in zip(scheduled.pieces, (*scheduled.pieces[1:], None), strict=True):
+            with run.spans.span(scheduled.layer.name, "transfers"):
+                received = [flight.finish() for flight in flights]
+            flights = begin(following) if following is not None else []
+            yield *piece.bounds, [x for x in received if x is not None]
 
     def _source(self, scheduled: ScheduledLayer) -> Tensor | None:
         """Returns this rank's part of a value that is not computed: a tied parameter, an input or a constant."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
+from layerwise.ops.fused import InPieces
 from layerwise.run.execute.autograd import ordered
 from layerwise.run.execute.gathers import LayerGathers
 from layerwise.run.options import RuntimeOptions
@@ -62,7 +63,11 @@ class Pass:
         return self._empty[dtype]
 
     def layer(
-        self, scheduled: ScheduledLayer, inputs: Sequence[Tensor | None], parameters: Sequence[Tensor | None]
+        self,
+        scheduled: ScheduledLayer,
+        inputs: Sequence[Tensor | None],
+        parameters: Sequence[Tensor | None],
+        pieces: InPieces | None = None,
     ) -> Tensor:
         """Returns this rank's box of a layer's output."""
         assert scheduled.work is not None
@@ -74,6 +79,7 @@ class Pass:
                     all_there(parameters),
                     training=self.training,
                     seed=self.seed,
+                    pieces=pieces,
                 )
                 return out if scheduled.dtype is None or out.dtype == scheduled.dtype else out.to(scheduled.dtype)
         except LayerwiseError as error:

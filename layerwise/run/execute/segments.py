@@ -179,7 +179,8 @@ def _segment(schedule: Schedule, layers: tuple[ScheduledLayer, ...], *, training
 
 def _by_itself(scheduled: ScheduledLayer) -> bool:
     """True if this rank computes a layer from what it has when the layer begins."""
-    if scheduled.work is None or scheduled.work.communicates or scheduled.recompute or scheduled.gathered:
+    alone = not (scheduled.recompute or scheduled.gathered or scheduled.pieces)
+    if scheduled.work is None or scheduled.work.communicates or not alone:
         return False
     return all(edge.travels or edge.redistribution.transfer.kept is not None for edge in scheduled.edges)
 

@@ -19,6 +19,7 @@ from layerwise.ops.base import Role
 from layerwise.partition.blocks import blocks, recomputable, saved_within
 from layerwise.partition.groups import statistics
 from layerwise.partition.moved import Transfer, groups_of, transfer
+from layerwise.partition.pieces import rounds
 from layerwise.partition.place import Each, Place, data_parallel, input_maps, place, read
 from layerwise.partition.sharding import Sharding, sharded, states_of
 from layerwise.plan import Plan
@@ -35,7 +36,7 @@ def places(graph: LayerGraph, plan: Plan) -> dict[str, Place]:
         config = data_parallel(layer, plan.gpus, plan.shares) if layer.end else plan.strategy[layer.name]
         unfed = layer.name in graph.unfed
         result[layer.name] = place(layer, config, plan.gpus, plan.io, unfed=unfed).on(ranks)
-    return result | read(graph, result) if plan.io == "boxes" else result
+    return result | read(graph, result, plan.io)
 
 
 def samples(plan: Plan, batch: int) -> tuple[slice, ...]:
@@ -102,6 +103,14 @@ class ScheduledEdge:
 
 
 @dataclass(frozen=True, slots=True)
+class ScheduledPiece:
+    """A piece of some inputs of a layer, which this rank sees between others."""
+
+    bounds: tuple[int, int]
+    ways: Mapping[int, Redistribution]  # by input
+
+
+@dataclass(frozen=True, slots=True)
 class ScheduledLayer:
     """One layer on this rank."""
 
@@ -116,6 +125,7 @@ class ScheduledLayer:
     recompute: bool  # whether what its backward pass reads is recomputed
     gathered: bool  # whether its parameters are full only while it computes
     returned: bool  # whether an output depends on it; otherwise it is there for the buffers that training updates
+    pieces: tuple[ScheduledPiece, ...]  # of inputs that are read a piece at a time, where nothing is differentiated
 
 
 class Schedule:
@@ -197,7 +207,25 @@ class Schedule:
             layer.name in self._recomputed,
             layer.name in self._gathered,
             layer.name in self.graph.returned,
+            self._pieces(layer, edges),
         )
+
+    def _pieces(self, layer: Layer, edges: list[ScheduledEdge]) -> tuple[ScheduledPiece, ...]:
+        if layer.role is not Role.COMPUTE:
+            return ()
+        comm, found = self.comm, rounds(layer, self.places[layer.name])
+        if not found or not all(edges[slot].travels for slot in found[0].needs):
+            return ()
+        pieces = []
+        for one in found:
+            ways = {}
+            for slot, needs in one.needs.items():
+                part = transfer(self.places[layer.inputs[slot]].owned.each, needs, comm.rank)
+                if part.pattern != "local":  # no collective is prepared for it
+                    part = replace(part, pattern="messages", group=())
+                ways[slot] = Redistribution(part, comm, edges[slot].what)
+            pieces.append(ScheduledPiece(one.bounds[comm.rank], ways))
+        return tuple(pieces)
 
     def _edge(self, layer: Layer, slot: int) -> ScheduledEdge:
         source = layer.inputs[slot]

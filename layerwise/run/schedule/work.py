@@ -11,7 +11,7 @@ from torch import Tensor
 
 from layerwise.comm.base import Comm, Group
 from layerwise.graph.layer import Layer
-from layerwise.ops.fused import LocalStage, local_stages, run_stages
+from layerwise.ops.fused import InPieces, LocalStage, local_stages, run_stages
 from layerwise.ops.random import combine
 from layerwise.partition.groups import Reduction, reduction, statistics
 from layerwise.partition.place import Place
@@ -50,6 +50,7 @@ class LayerWork:
         *,
         training: bool,
         seed: int,
+        pieces: InPieces | None = None,
     ) -> Tensor:
         """Returns the rank's box of the output. Every rank of the layer must call it at the same point of the plan."""
         reduction = self.reduction
@@ -60,6 +61,7 @@ class LayerWork:
             training=training,
             seed=lambda stage: combine(seed, self.number, stage),
             reduce=None if reduction is None else lambda partial: _reduce_scatter(partial, comm, reduction, self.name),
+            pieces=pieces,
         )
 
 

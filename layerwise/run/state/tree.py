@@ -238,7 +238,7 @@ def without_memory(network: Network) -> Network:
     for layer in network.graph.layers:
         if layer.role is Role.CONSTANT:
             name = layer.name if layer.name in network.stored else layer.name.partition(":")[0]
-            stored[name] = reads(network.value(name))
+            stored[name] = network.recipe(name) or reads(network.value(name))
         for name, p in layer.own_parameters():
             if name in types:
                 trained = p.trainable or name in layer.frozen

@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from torch._subclasses import FakeTensor
 
 from layerwise.errors import LayerwiseError
+from layerwise.importers.torch.calls import recipes
+from layerwise.importers.torch.calls.recipes import Recipe
 from layerwise.importers.torch.ops.table import DRAWING, SHAPED_ONLY, base_name
 from layerwise.importers.torch.traced_program import Node, Ref, TracedProgram, called
 
@@ -22,6 +24,7 @@ LIMIT = (
     "a mask) as an input"
 )
 
+VIEWS = {"meshgrid", *recipes.EXPANDING}  # which take no memory, however large the result is
 FILLED = {"zeros": 0, "ones": 1, "full": None}  # the number that fills them, whatever the size
 
 
@@ -55,6 +58,7 @@ class Constants:
 
     def __init__(self) -> None:
         self._tensors: dict[str, torch.Tensor] = {}
+        self._recipes: dict[str, Recipe] = {}
         self._memory: dict[int, int] = {}  # bytes of each storage, by its address
         self._bytes = 0  # of all storages
         self.unknown: dict[str, str] = {}  # constants without a value, and why
@@ -79,8 +83,22 @@ class Constants:
         array: NDArray[np.generic] = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
         return array
 
+    def recipe(self, name: str) -> Recipe | None:
+        """What computes boxes of a large constant; None for others, and where there is a box by box no better."""
+        if name in self._recipes:
+            return self._recipes[name]
+        tensor = self._tensors.get(name)
+        large = tensor is not None and tensor.numel() > recipes.WIDE
+        if tensor is None or not large or tensor.untyped_storage().nbytes() >= tensor.nbytes:
+            return None
+        return recipes.stored(tensor, MOST_ELEMENTS)
+
     def compute(self, node: Node, layer: str) -> None:
-        """Computes a call of constants, if all of them are known and the result is small."""
+        """Computes a call of constants, if all of them are known and the result is small; a large one's boxes later."""
+        boxed = self._boxed(node)
+        if boxed is not None:
+            self._recipes[node.name] = boxed
+            return
         made = self._evaluate(node)
         if made is None:
             self.unknown |= dict.fromkeys((v.name for v in node.outputs if v), self._reason(node, layer))
@@ -88,6 +106,21 @@ class Constants:
         for declared, result in zip(node.outputs, results, strict=False):
             if declared and isinstance(result, torch.Tensor) and tuple(result.shape) == declared.shape:
                 self._keep(declared.name, result)
+
+    def _boxed(self, node: Node) -> Recipe | None:
+        out = node.outputs[0]
+        large = len(node.outputs) == 1 and out is not None and prod(out.shape) > recipes.WIDE
+        known = node.operands and all(r.name in self._tensors or r.name in self._recipes for r in node.operands)
+        if not (large and known) or base_name(node.target) in SHAPED_ONLY:
+            return None
+        if base_name(node.target) in VIEWS and node.operands[0].name in self._tensors:
+            return None  # takes no memory
+        assert out is not None
+        made = recipes.recipe(node, self._operand_recipe, MOST_ELEMENTS)
+        return made if made is not None and made.shape == out.shape else None
+
+    def _operand_recipe(self, name: str) -> Recipe:
+        return self._recipes[name] if name in self._recipes else recipes.stored(self._tensors[name], MOST_ELEMENTS)
 
     def _keep(self, name: str, tensor: torch.Tensor) -> None:
         """Stores a value. Raises LayerwiseError if all values together are too large."""
@@ -111,7 +144,9 @@ class Constants:
         known = next((self.unknown[r.name] for r in self._read(node) if r.name in self.unknown), None)
         if known is not None:
             return known
-        large = next((v.shape for v in node.outputs if v and prod(v.shape) > MOST_ELEMENTS), None)
+        shapes = [v.shape for v in node.outputs if v]
+        shapes += [self._recipes[r.name].shape for r in self._read(node) if r.name in self._recipes]
+        large = next((shape for shape in shapes if prod(shape) > MOST_ELEMENTS), None)
         if large is not None:
             made = f"a constant of shape {large} in the forward pass"
             return f"layer {layer!r} ({node.target}) creates {made}, but {LIMIT}"
@@ -122,6 +157,7 @@ class Constants:
 
     def _evaluate(self, node: Node) -> object:
         small = all(v is None or prod(v.shape) <= MOST_ELEMENTS for v in node.outputs)
+        small |= base_name(node.target) in VIEWS
         name = node.target.partition("::")[2].partition(".")[0]
         if not small and name.removeprefix("new_").removesuffix("_like") in FILLED:
             return _filled(node, name)
@@ -129,7 +165,7 @@ class Constants:
             return None
         if torch.Tag.nondeterministic_seeded in node.overload.tags:
             return None
-        if any(r.name not in self._tensors for r in self._read(node)):
+        if any(r.name not in self._tensors and r.name not in self._recipes for r in self._read(node)):
             return None
         try:
             made = called(node, lambda ref: self._operand(ref, node), "cpu")
@@ -143,7 +179,7 @@ class Constants:
 
     def _operand(self, ref: Ref, node: Node) -> torch.Tensor:
         if base_name(node.target) not in SHAPED_ONLY:
-            return self._tensors[ref.name]
+            return self._recipes[ref.name]() if ref.name in self._recipes else self._tensors[ref.name]
         like = node.outputs[0]  # only its type and shape matter: those of the result
         assert like is not None
         return torch.zeros((), dtype=getattr(torch, like.dtype)).expand(like.shape)
