@@ -103,11 +103,6 @@ class Config:
         return len(set(self.weights) - {0}) > 1
 
     @property
-    def alters_saved(self) -> bool:
-        """True if a layer's kernels do not just save what its backward pass reads, so that the plan has to run it."""
-        return self.recompute
-
-    @property
     def marks(self) -> tuple[str, ...]:
         """The choices beside degrees: `("strided", "recompute", "sharded")`."""
         said = [(self.placement, "contiguous"), ("recompute" * self.recompute, ""), (self.states, "replicated")]

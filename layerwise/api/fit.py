@@ -6,11 +6,11 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from layerwise import checkpoint as checkpoints
 from layerwise.api.arguments import ParallelOptions, check_autocast
-from layerwise.api.evaluation import Metric, check_loss, check_targets, evaluate
-from layerwise.api.feed import Feed, feed
+from layerwise.api.evaluation import Metric, evaluate
+from layerwise.api.feed import check_loss, feed, shuffled
 from layerwise.api.optimizers import OptimizerLike, SchedulerLike, build, planned
 from layerwise.api.optimizers import check as check_optimizer
 from layerwise.api.parallelize import DEFAULT, Further, parallelize, plan_or_strategy
@@ -34,9 +34,7 @@ from layerwise.comm.start import default_device
 from layerwise.errors import LayerwiseError
 from layerwise.progress import progress_bar
 from layerwise.run.parallel import ParallelModule, of, restore
-from layerwise.train.data import StepSampler
-from layerwise.train.loop import Trainer, least
-from layerwise.train.sources import Batch
+from layerwise.train.loop import Pace, least
 
 BATCH = 32  # samples of all ranks together, by default
 
@@ -50,13 +48,6 @@ class Epoch:
     seconds: float  # of the slowest rank, in this call
     samples: int  # likewise
     held_out: Mapping[str, float]  # loss and metrics over the held-out samples, by name
-
-    def line(self, of: int) -> str:
-        """`epoch 2/10  loss 0.312  held out: accuracy 0.91, loss 0.3  5,120 samples/s`."""
-        results = ", ".join(f"{name} {value:.4g}" for name, value in self.held_out.items())
-        rate = f"{self.samples / max(self.seconds, 1e-9):,.0f} samples/s"
-        parts = [f"epoch {self.number}/{of}", f"loss {self.loss:.6g}", f"held out: {results}" if results else "", rate]
-        return "  ".join(part for part in parts if part)
 
 
 @dataclass(slots=True)
@@ -149,138 +140,93 @@ def fit(
         raise LayerwiseError("fit feeds whole samples: leave out io=, or write the loop with BoxLoader")
     if resume and checkpoint is None:
         raise LayerwiseError("resume=True needs checkpoint=FOLDER")
-    train = feed(data, "data", workers)
-    evaluation = None if held_out is None else feed(held_out, "held_out", workers)
-    if evaluation is not None and evaluation.count < 1:
+    train = feed(data, "data", loss, workers)
+    evaluation = None if held_out is None else feed(held_out, "held_out", loss, workers)
+    if evaluation is not None and not len(evaluation.dataset):
         raise LayerwiseError("held_out has no samples: leave it out, or give some")
-    for source in (train, evaluation):
-        if source is not None and source.target is not None:
-            check_targets(loss, source.target, source.name)
+    count, ranks = len(train.dataset), ranks_here() if options.comm is None else options.comm.size
+    if count < ranks:
+        raise LayerwiseError(f"the data set has {count} samples, too few for {ranks} ranks: start fewer")
+    if batch is not None or plan_or_strategy(keywords.get("strategy"))[0] is None:
+        batch = min(batch or BATCH, count)
     plain = isinstance(model, nn.Module) and not any(p.is_meta for p in model.parameters())
+    # The data is loaded to the CPU; where there are GPUs, this rank's computes.
+    device = default_device(int(os.environ.get("LOCAL_RANK", "0")))
+    inputs = tuple(x.to(device) for x in train.example())
     settings = replace(options, optimizer=planned(optimizer))
-    module = _module(model, train, batch, settings, {"autocast": autocast, **keywords})
+    module = parallelize(model, inputs, batch=batch, autocast=autocast, options=settings, **keywords)
+    comm, plan, device = of(module).comm, of(module).plan, of(module).device
     built = build(optimizer, module)
     schedule = scheduler if scheduler is None or isinstance(scheduler, LRScheduler) else scheduler(built)
-    objective = UserObjective(module, train, loss, autocast)
-    trainer = Trainer(module, objective, _sampler(train, module, options.seed), built, clip_norm)
-    each, done, saved = trainer.sampler.per_epoch, 0, -1
-    facts: dict[str, str | int] = {"samples": train.count, "batch": of(module).plan.batch, "seed": options.seed}
-    facts["steps an epoch"] = each
-    if checkpoint is not None and resume:
-        resumed = checkpoints.resume(checkpoint, module, built, facts)
-        done = 0 if resumed is None else int(resumed[1]["steps"])
-        if resumed is not None and schedule is not None:
+    # A last batch of less than half joins the one before: so all ranks have a part of it.
+    epoch_of = partial(shuffled, count, plan.batch, max(-(-plan.batch // 2), least(plan)), options.seed)
+    arithmetic = nullcontext() if autocast is None else torch.autocast(device.type, autocast)
+    each, done, saved = len(epoch_of(0)), 0, -1
+    facts = {"samples": count, "batch": plan.batch, "seed": options.seed, "steps an epoch": each}
+    resumed = checkpoints.resume(checkpoint, module, built, facts) if resume and checkpoint is not None else None
+    if resumed is not None:
+        done = int(resumed[1]["steps"])
+        if schedule is not None:
             schedule.load_state_dict(resumed[1]["scheduler"])
 
-    def save(steps: int) -> None:
+    def save() -> None:
         nonlocal saved
-        if checkpoint is not None and steps != saved:
-            saved, state = steps, {} if schedule is None else {"scheduler": schedule.state_dict()}
-            checkpoints.save(checkpoint, module, built, {**facts, "steps": steps, **state})
+        if checkpoint is not None and done != saved:
+            saved, state = done, {} if schedule is None else {"scheduler": schedule.state_dict()}
+            checkpoints.save(checkpoint, module, built, {**facts, "steps": done, **state})
 
-    def end_if_asked(steps: int) -> None:
+    def end_if_asked() -> None:
         """Saves if a signal has asked for it. Raises SystemExit if that is SIGTERM."""
         number = signals.received()
         if number is not None:
-            save(steps)
+            save()
         if number == signal.SIGTERM:
             sys.exit(checkpoints.STOPPED)
 
-    fitted, printing = Fitted(module, built), of(module).comm.rank == 0 and options.verbose
-    with checkpoints.SaveSignals(of(module).comm).taken(stop=checkpoint is not None) as signals:
+    pace = Pace(comm)
+    fitted, printing = Fitted(module, built), comm.rank == 0 and options.verbose
+    with checkpoints.SaveSignals(comm).taken(stop=checkpoint is not None) as signals:
         while done < epochs * each:
-            first, done = done, (done // each + 1) * each
-            loss_of, seconds, samples = _epoch(trainer, first, done, end_if_asked, quiet=not printing)
+            batches, began = epoch_of(done // each)[done % each :], time.perf_counter()
+            total, first = torch.zeros((), dtype=torch.float64), done
+            module.train()
+            with progress_bar("training", quiet=not printing) as bar:
+                for numbers, (feeds, target) in zip(batches, train.batches(module, batches), strict=True):
+                    built.zero_grad()
+                    with arithmetic:
+                        value = loss(module(*feeds, batch=len(numbers)), target)
+                    if not isinstance(value, Tensor):
+                        raise LayerwiseError(
+                            f"loss gave a {type(value).__name__}; it must give a tensor, the mean over samples"
+                        )
+                    value.backward()  # type: ignore[no-untyped-call]
+                    if clip_norm is not None:
+                        of(module).clip_grad_norm_(clip_norm)
+                    built.step()
+                    total = total + value.detach().double() * len(target)
+                    done += 1
+                    if bar is not None:
+                        bar(done - first, len(batches))
+                    if pace.due() and done % each:  # after the last the scheduler steps before anything is saved
+                        end_if_asked()
+            sums, seconds = zip(*comm.all_gather_object((float(total), time.perf_counter() - began)), strict=True)
             if schedule is not None:
                 schedule.step()
             results: dict[str, float] = {}
             if evaluation is not None:
-                with objective.arithmetic():
-                    results = evaluate(module, evaluation, loss, metrics or {}, partial(end_if_asked, done))
-            epoch = Epoch(done // each, loss_of, seconds, samples, results)
-            fitted.history.append(epoch)
+                with arithmetic:
+                    results = evaluate(module, evaluation, {**(metrics or {}), "loss": loss}, end_if_asked)
+            samples = sum(map(len, batches))
+            mean = (sums[0] if plan.io != "sample" else sum(sums)) / samples
+            fitted.history.append(Epoch(done // each, mean, max(seconds), samples, results))
             if printing:
-                console().print(epoch.line(epochs), soft_wrap=True)
-            save(done)
-            end_if_asked(done)
+                found = ", ".join(f"{name} {value:.4g}" for name, value in results.items())
+                found = f"held out: {found}  " if found else ""
+                rate = f"{samples / max(*seconds, 1e-9):,.0f} samples/s"
+                line = f"epoch {done // each}/{epochs}  loss {mean:.6g}  {found}{rate}"
+                console().print(line, soft_wrap=True)
+            save()
+            end_if_asked()
     if plain:
         restore(module)
     return fitted
-
-
-def _epoch(
-    trainer: Trainer[Batch], first: int, end: int, after: Callable[[int], None], *, quiet: bool
-) -> tuple[float, float, int]:
-    """Takes steps `first` to `end`. Returns their loss, the seconds of the slowest rank, and their samples.
-
-    after: called with the steps that are done, where all ranks have met.
-    """
-    began, loss, samples = time.perf_counter(), 0.0, 0
-    with progress_bar("training", quiet=quiet) as bar:
-        for step in trainer.run(end, first):
-            loss, samples = loss + step.loss * step.samples, samples + step.samples
-            if bar is not None:
-                bar(step.number - first, end - first)
-            if step.number == trainer.done < end:  # after the last the scheduler steps before anything is saved
-                after(step.number)
-    everyone: list[float] = of(trainer.module).comm.all_gather_object(time.perf_counter() - began)
-    return loss / samples, max(everyone), samples
-
-
-def _module(
-    model: Model,
-    train: Feed,
-    batch: int | None,
-    options: ParallelOptions,
-    keywords: Mapping[str, Any],
-) -> ParallelModule:
-    ranks = ranks_here() if options.comm is None else options.comm.size
-    if train.count < ranks:
-        raise LayerwiseError(f"the data set has {train.count} samples, too few for {ranks} ranks: start fewer")
-    if batch is None:
-        plan, _ = plan_or_strategy(keywords.get("strategy"))
-        batch = min(BATCH, train.count) if plan is None else None
-    else:
-        batch = min(batch, train.count)
-    ((examples, _),) = train.batches([range(min(2, train.count))])
-    # The data is loaded to the CPU; where there are GPUs, this rank's computes.
-    device = default_device(int(os.environ.get("LOCAL_RANK", "0")))
-    inputs = tuple(x.to(device) for x in examples)
-    return parallelize(model, inputs, batch=batch, options=options, **keywords)
-
-
-def _sampler(train: Feed, module: ParallelModule, seed: int) -> StepSampler:
-    """Returns the sampler. A last batch of less than half joins the one before: so all ranks have a part of it."""
-    size = of(module).plan.batch
-    return StepSampler(train.count, size, seed=seed, join=max(-(-size // 2), least(of(module).plan)))
-
-
-@dataclass(frozen=True, slots=True)
-class UserObjective:
-    """A user's loss of outputs and targets, a mean over samples."""
-
-    module: ParallelModule
-    train: Feed
-    function: Metric
-    autocast: torch.dtype | None = None
-    summed: bool = False
-
-    def read(self, batches: Sequence[Tensor]) -> Iterator[Batch]:
-        """Yields this rank's samples of each batch."""
-        local = [numbers[of(self.module).share(len(numbers))].tolist() for numbers in batches]
-        for inputs, target in self.train.batches(local):
-            check_targets(self.function, target, self.train.name)
-            yield inputs, target.to(of(self.module).device)
-
-    def loss(self, local: Batch, batch: int) -> Tensor:
-        """Returns the function's value."""
-        inputs, target = local
-        with self.arithmetic():
-            value = self.function(self.module(*inputs, batch=batch), target)
-        if not isinstance(value, Tensor):
-            raise LayerwiseError(f"loss gave a {type(value).__name__}; it must give a tensor, the mean over samples")
-        return value
-
-    def arithmetic(self) -> AbstractContextManager[object]:
-        """Returns the context that model and loss are computed in: autocast's, or none."""
-        return nullcontext() if self.autocast is None else torch.autocast(of(self.module).device.type, self.autocast)

@@ -15,6 +15,7 @@ from layerwise.cost.model import EdgeName
 from layerwise.geometry.arrays import Floats, Ints, Mask
 
 Choice = dict[str, int]  # layer -> index of its variant
+Moved = Mapping[str, Ints]  # n moves of the same layers: n new variants for each of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class Costs:
     def change(
         self,
         choice: Mapping[str, int],
-        move: Mapping[str, int] | Mapping[str, Ints],
+        move: Choice | Moved,
         base: Mapping[str, Ints],
         edges: Mapping[str, Sequence[EdgeName]],
     ) -> Floats:

@@ -114,7 +114,7 @@ class Pieces:
     maps: Mapping[int, Maps]
     extent: int  # of that dimension
     unit: int  # pieces end at its multiples
-    temporary: Callable[[Extents], Counts]  # bytes of the kernel, for boxes of these extents
+    temporary: Callable[[Extents, int], Counts]  # bytes of the kernel, for boxes of these extents and a piece
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -61,10 +61,15 @@ def rounds(layer: Layer, place: Place) -> list[Round]:
 def largest_pieces(layer: Layer, found: Pieces, place: Place) -> dict[int, Floats]:
     """(N,) elements of each device's largest piece, by input."""
     boxes, rank = place.computed, len(layer.stages[0].space.dims)
-    longest = np.diff(boundaries(found.extent, _count(found, place), found.unit)).max()
+    longest = longest_piece(found, place)
     beside = np.zeros((len(boxes.lo), 1), np.int64)
     lo, hi = np.hstack([boxes.lo[:, :rank], beside]), np.hstack([boxes.hi[:, :rank], beside + longest])
     return {slot: type(boxes)(lo, hi, boxes.active).needs(maps).volume for slot, maps in found.maps.items()}
+
+
+def longest_piece(found: Pieces, place: Place) -> int:
+    """The extent of the longest piece."""
+    return int(np.diff(boundaries(found.extent, _count(found, place), found.unit)).max())
 
 
 def _count(found: Pieces, place: Place) -> int:

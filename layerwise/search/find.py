@@ -14,7 +14,6 @@ from itertools import filterfalse
 from typing import Literal
 
 from layerwise.config import Config, SearchSpace
-from layerwise.cost.memory.step import fullest_bytes
 from layerwise.cost.model import Configs, CostModel, Progress
 from layerwise.cost.price import MEASURED_ERROR, complete
 from layerwise.cost.timeline.simulate import timeline
@@ -89,31 +88,17 @@ def search(
     known = {name: priced.candidate(s, _title(priced, name)) for name, s in priced.named.items()}
     if not known["data"].timeline.total_s:
         raise LayerwiseError(f"model {model.graph.name!r} only renames its input, so there is nothing to plan")
-    chosen = choose(priced, known)
     if objective == "additive" or all(len(these) == 1 for these in priced.configs.values()):
         effort = "quick"
-    known, untuned = tuned(priced, known) if effort != "quick" else (known, [])
-    found, bound_s = improve(priced, effort, [chosen.best, *known.values()], fits=False)
-    unlimited = best = (
-        chosen.best if objective == "additive" else decide([chosen.best, *found], known, heed_memory=False)
-    )
-    within, least, every = None, None, [chosen.best, *untuned, *found]
-    if not best.fits:
-        within, least = choose_within(priced, [c.strategy for c in every])
-        fitting = [priced.candidate(strategy) for strategy in within.strategies]
-        if fitting:
-            optimum = replace(chosen.optimum, cost_s=within.cost_s, lower_bound_s=within.lower_bound_s)
-            chosen = Chosen(fitting[0], optimum, within.configurations)
-        every = [*fitting, *every]
-        begin = [c for c in [*every, *known.values()] if c.fits]
-        found, bound_s = improve(priced, effort, begin, fits=True) if begin else ([], None)
-        every += found
-        best = chosen.best if objective == "additive" else decide(every, known)
-    best = next((c for c in known.values() if c.key == best.key), best)
+    chosen = choose(priced, known)
+    known, before = tuned(priced, known) if effort != "quick" else (known, [])
+    free = _without_limit(priced, known, chosen, before, effort, additive=objective == "additive")
+    found = free if free.best.fits else _within_limit(priced, known, free, effort, additive=objective == "additive")
+    best = next((c for c in known.values() if c.key == found.best.key), found.best)
     sizes = [len(these) for these in priced.configs.values()]
-    counts = {"largest": max(sizes), "total": sum(sizes), "kept": chosen.kept}
+    counts = {"largest": max(sizes), "total": sum(sizes), "kept": found.chosen.kept}
     # Equal strategies are listed once, under a baseline's name if there is one, data parallelism first.
-    simulated = tuple({c.key: c for c in [*every, *reversed(known.values())]}.values())
+    simulated = tuple({c.key: c for c in [*found.every, *reversed(known.values())]}.values())
     compared = {
         name: known[name]
         if priced.named[name] == strategy
@@ -122,20 +107,64 @@ def search(
     }
     return SearchResult(
         best=best,
-        additive=chosen.best,
+        additive=found.chosen.best,
         baselines=compared,
-        optimum=chosen.optimum,
+        optimum=found.chosen.optimum,
         seconds=priced.seconds,
         configs=priced.configs,
         configurations=counts,
         simulated=simulated,
         memory_bytes=int(limit),
         offer=priced.offer,
-        unlimited=unlimited,
-        within=within,
-        least=least,
-        overlap_bound_s=bound_s,
+        unlimited=free.best,
+        within=found.within,
+        least=found.least,
+        overlap_bound_s=found.bound_s,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """The plan that the stages found, without a limit or under it."""
+
+    best: Candidate
+    chosen: Chosen
+    every: list[Candidate]  # that it was chosen from, beside baselines
+    bound_s: float | None  # of all steps with overlap
+    within: Within | None = None
+    least: Least | None = None
+
+
+def _without_limit(
+    priced: Priced,
+    known: Mapping[str, Candidate],
+    chosen: Chosen,
+    before: Sequence[Candidate],
+    effort: Effort,
+    *,
+    additive: bool,
+) -> _Found:
+    """The best of all strategies. known: baselines. before: these with other buckets."""
+    better, bound_s = improve(priced, effort, [chosen.best, *known.values()], fits=False)
+    best = chosen.best if additive else decide([chosen.best, *better], known, heed_memory=False)
+    return _Found(best, chosen, [chosen.best, *before, *better], bound_s)
+
+
+def _within_limit(
+    priced: Priced, known: Mapping[str, Candidate], free: _Found, effort: Effort, *, additive: bool
+) -> _Found:
+    """The best of the strategies that fit, or, if none was found, of all. free: the result without the limit."""
+    within, least = choose_within(priced, [c.strategy for c in free.every])
+    fitting, chosen = [priced.candidate(strategy) for strategy in within.strategies], free.chosen
+    if fitting:
+        optimum = replace(chosen.optimum, cost_s=within.cost_s, lower_bound_s=within.lower_bound_s)
+        chosen = Chosen(fitting[0], optimum, within.configurations)
+    every = [*fitting, *free.every]
+    begin = [c for c in [*every, *known.values()] if c.fits]
+    better, bound_s = improve(priced, effort, begin, fits=True) if begin else ([], None)
+    every += better
+    best = chosen.best if additive else decide(every, known)
+    return _Found(best, chosen, every, bound_s, within, least)
 
 
 def price(
@@ -233,7 +262,7 @@ def improve(
         lambda strategy: timeline(model, strategy, bucket_bytes=cap).total_s,
         forms if fits and "recompute" in priced.offer else None,
         effort=effort,
-        fits=lambda strategy: not fits or fullest_bytes(model, strategy) <= priced.limit,
+        limit=priced.limit if fits else float("inf"),
         memory_bytes=priced.memory_bytes,
     )
     found = [

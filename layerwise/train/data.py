@@ -68,8 +68,7 @@ class Data:
 class StepSampler:
     """The samples of every step: each epoch is a new permutation, cut into batches, of which the last may be short.
 
-    The last batch is dropped if it has fewer than `least` samples, and joins the one before if it has fewer than
-    `join`.
+    The last batch is dropped if it has fewer than `least` samples.
     """
 
     count: int  # samples in the data
@@ -77,10 +76,9 @@ class StepSampler:
     accumulate: int = 1  # batches a step
     least: int = 1
     seed: int = 0
-    join: int = 0
 
     def __post_init__(self) -> None:
-        if self.count - self.left_out < (1 if self.join else self.batch * self.accumulate):
+        if self.count - self.left_out < self.batch * self.accumulate:
             times = "" if self.accumulate == 1 else f" and --accumulate {self.accumulate}"
             raise LayerwiseError(
                 f"there are {self.count} samples to train on, too few for one step with the plan's batch of "
@@ -94,14 +92,9 @@ class StepSampler:
         return short if short < self.least else 0
 
     @property
-    def _joins(self) -> bool:
-        """True if the last batch joins the one before."""
-        return 0 < (self.count - self.left_out) % self.batch < self.join and self.count > self.batch
-
-    @property
     def per_epoch(self) -> int:
         """Returns the number of steps in an epoch."""
-        batches = -(-(self.count - self.left_out) // self.batch) - self._joins
+        batches = -(-(self.count - self.left_out) // self.batch)
         return -(-batches // self.accumulate)
 
     def epoch(self, step: int) -> int:
@@ -113,8 +106,6 @@ class StepSampler:
         numbers = order(self.count, self.seed, epoch)
         starts = range(0, self.count - self.left_out, self.batch)
         batches = [numbers[i : min(i + self.batch, self.count - self.left_out)] for i in starts]
-        if self._joins:
-            batches[-2:] = [torch.cat(batches[-2:])]
         return [batches[i : i + self.accumulate] for i in range(0, len(batches), self.accumulate)]
 
 

@@ -1,7 +1,4 @@
-"""The training loop: takes the steps of a plan on data, with the numbers of one device, for any objective.
-
-`layerwise.fit` and `python -m layerwise.run` both use it, with a user's loss and with a task's.
-"""
+"""The training loop of `python -m layerwise.run`: takes the steps of a plan on data, with the numbers of one device."""
 
 from __future__ import annotations
 
@@ -10,18 +7,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from layerwise.comm.base import TrafficKind
+from layerwise.comm.base import Comm, TrafficKind
 from layerwise.plan import Plan
 from layerwise.run.parallel import ParallelModule, of
 from layerwise.trace import now_s
 from layerwise.train.data import StepSampler
+from layerwise.train.score import TaskObjective
 
-LocalBatch = TypeVar("LocalBatch")
 OPTIMIZERS = {"sgd": 0.1, "momentum": 0.01, "adam": 1e-3, "adamw": 1e-3}  # usual learning rates
 FLUSH_S = 0.5  # about how often losses are gathered and signals checked: it costs a message from every rank
 MOST = 10  # the most steps in between: steps may become slow, and torchrun kills what SIGTERM has not ended within 30 s
@@ -81,25 +77,21 @@ class _Local:
     losses: list[tuple[Tensor, float]]
     seconds: float
 
-    def summary(self) -> tuple[float, float]:
-        """Returns its loss and its seconds."""
-        return sum(float(loss) * weight for loss, weight in self.losses), self.seconds
 
+class Pace:
+    """Says after which steps the ranks meet: about every `FLUSH_S`, and after `MOST` steps at most."""
 
-class Objective(Protocol[LocalBatch]):
-    """The loss to minimize, and its samples."""
+    def __init__(self, comm: Comm) -> None:
+        self._comm, self._began, self._steps, self._wait = comm, time.perf_counter(), 0, 1
 
-    @property
-    def summed(self) -> bool:
-        """True if the loss is a sum over samples; otherwise it is a mean."""
-
-    def read(self, batches: Sequence[Tensor]) -> Iterator[LocalBatch]:
-        """Yields this rank's part of each of these batches (sample indices), on its device."""
-
-    def loss(self, local: LocalBatch, batch: int) -> Tensor:
-        """Returns the loss of a part: with io sample that of this rank's samples, else of all. batch: samples of all
-        ranks.
-        """
+    def due(self) -> bool:
+        """True if the ranks meet now. Every rank calls this after every step."""
+        self._steps += 1
+        if self._steps < self._wait:
+            return False
+        pace_s = max(self._comm.all_gather_object((time.perf_counter() - self._began) / self._steps))
+        self._began, self._steps, self._wait = time.perf_counter(), 0, until_next(pace_s)
+        return True
 
 
 def sampler(plan: Plan, count: int, accumulate: int = 1, seed: int = 0) -> StepSampler:
@@ -116,18 +108,17 @@ def least(plan: Plan) -> int:
 
 
 @dataclass(slots=True)
-class Trainer(Generic[LocalBatch]):
+class Trainer:
     """Takes training steps."""
 
     module: ParallelModule
-    objective: Objective[LocalBatch]
+    objective: TaskObjective
     sampler: StepSampler
     optimizer: torch.optim.Optimizer
     clip: float | None = None  # the largest norm of the gradient
     sent: Counter[TrafficKind] = field(default_factory=Counter)  # bytes that this rank sent in steps of full batches
     full: int = 0  # number of steps whose batches all had the plan's size
     done: int = 0  # steps taken, including those before a resumption
-    pace_s: float = 0.0  # of a step on the slowest rank, including reading and saving, since losses were last gathered
 
     def run(self, steps: int, first: int = 0, after: Callable[[int], None] | None = None) -> Iterator[Step]:
         """Takes steps `first` to `steps`; yields each, in order, once its loss has been gathered, some time later.
@@ -135,32 +126,23 @@ class Trainer(Generic[LocalBatch]):
         `after` is called after every step with the number of steps done. Every rank must exhaust this in the same way.
         """
         waiting: list[_Local] = []
-        flush, began = first + 1, time.perf_counter()
+        pace = Pace(of(self.module).comm)
         self.done = first
-        for number, batches in self._read(first, steps):
-            waiting.append(self._step(number, batches))
+        for number in range(first, steps):
+            epoch, i = divmod(number, self.sampler.per_epoch)
+            if number == first or not i:
+                of_epoch = self.sampler.steps(epoch)
+            waiting.append(self._step(number, of_epoch[i]))
             self.done = number + 1
             if after is not None:
                 after(number + 1)
-            if number + 1 in (flush, steps):
-                yield from self._gather(waiting, (time.perf_counter() - began) / len(waiting))
-                flush, began = number + 1 + until_next(self.pace_s), time.perf_counter()
+            if pace.due() or number + 1 == steps:
+                yield from self._gather(waiting)
                 waiting = []
 
-    def _read(self, first: int, steps: int) -> Iterator[tuple[int, list[tuple[int, LocalBatch]]]]:
-        """Yields each step's batches: the samples of all ranks in a batch, and this rank's part of it."""
-        each = self.sampler.per_epoch
-        while first < steps:
-            epoch, done = divmod(first, each)
-            taken = self.sampler.steps(epoch)[done : done + steps - first]
-            local = self.objective.read([numbers for batches in taken for numbers in batches])
-            for number, batches in enumerate(taken, start=first):
-                yield number, [(len(numbers), next(local)) for numbers in batches]
-            first += len(taken)
-
-    def _step(self, number: int, batches: Sequence[tuple[int, LocalBatch]]) -> _Local:
-        module = self.module
-        samples = sum(size for size, _ in batches)
+    def _step(self, number: int, numbers: Sequence[Tensor]) -> _Local:
+        module, samples = self.module, sum(map(len, numbers))
+        batches = [(len(batch), self.objective.read(batch)) for batch in numbers]
         before = of(module).comm.sent.copy()
         losses = []
         start = now_s(of(module).device)
@@ -186,13 +168,12 @@ class Trainer(Generic[LocalBatch]):
         """Returns the weight of some samples' loss in that of all; 1 for a loss that is a sum."""
         return 1.0 if self.objective.summed else part / total
 
-    def _gather(self, waiting: list[_Local], pace_s: float) -> list[Step]:
+    def _gather(self, waiting: list[_Local]) -> list[Step]:
         """Returns the steps with every rank's losses and times, gathered in one round of messages."""
-        module = self.module
-        row = [pace_s, [local.summary() for local in waiting]]
-        paces, summaries = zip(*of(module).comm.all_gather_object(row), strict=True)
-        self.pace_s = max(paces)
-        steps = []
+        module, steps = self.module, []
+        summaries = of(module).comm.all_gather_object(
+            [(sum(float(loss) * weight for loss, weight in local.losses), local.seconds) for local in waiting]
+        )
         for local, ranks in zip(waiting, zip(*summaries, strict=True), strict=True):
             losses, seconds = zip(*ranks, strict=True)
             loss = losses[0] if of(module).plan.io != "sample" else sum(losses)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
@@ -58,15 +58,12 @@ class TaskObjective:
         """True if the model's own loss is one of PyTorch's that sums."""
         return self.task.loss is not None and self.task.loss.reduction == "sum"
 
-    def read(self, batches: Sequence[Tensor]) -> Iterator[Fed]:
-        """Yields this rank's samples of each batch, or its boxes of it."""
+    def read(self, numbers: Tensor) -> Fed:
+        """Returns this rank's samples of the batch of these numbers, or its boxes of it, on its device."""
         module = self.module
-        for numbers in batches:
-            inputs_read, target = full_or_boxes(
-                module, self.task, self.samples, numbers[of(module).share(len(numbers))]
-            )
-            inputs, left = self.task.feed(inputs_read, target, of(module).runtime_options.dtype)
-            yield tuple(x.to(of(module).device) for x in inputs), None if left is None else left.to(of(module).device)
+        inputs_read, target = full_or_boxes(module, self.task, self.samples, numbers[of(module).share(len(numbers))])
+        inputs, left = self.task.feed(inputs_read, target, of(module).runtime_options.dtype)
+        return tuple(x.to(of(module).device) for x in inputs), None if left is None else left.to(of(module).device)
 
     def loss(self, local: Fed, batch: int) -> Tensor:
         """Returns the loss. Raises LayerwiseError if the network does not accept a batch of this size."""
@@ -108,16 +105,6 @@ def evaluating(module: ParallelModule) -> Iterator[None]:
         module.train(training)  # the model's own method may do more than set modes
         for m, mode in modes:
             m.training = mode
-
-
-def filled_batches(module: ParallelModule, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields this rank's samples of each batch of `count`, and which of them count: the last is
-    padded with sample 0.
-    """
-    size = of(module).plan.batch
-    for first in range(0, count, size):
-        numbers = torch.arange(first, first + size)[of(module).share(size)]
-        yield torch.where(numbers < count, numbers, 0), numbers < count
 
 
 def full_or_boxes(module: ParallelModule, task: TrainingTask, samples: NumberedSamples, numbers: Tensor) -> Batch:
@@ -169,8 +156,10 @@ def evaluate(module: ParallelModule, data: Data) -> Score | None:
     counts = torch.zeros(3, training_task.classes, dtype=torch.float64, device=of(module).device)
     gathered = of(module).plan.io == "free"  # every rank then has the full output
     with evaluating(module):
-        for numbers, real in filled_batches(module, held_out.count):
-            inputs_read, target = full_or_boxes(module, training_task, held_out, numbers)
+        for first in range(0, held_out.count, of(module).plan.batch):
+            numbers = torch.arange(first, first + of(module).plan.batch)[of(module).share()]
+            real = numbers < held_out.count
+            inputs_read, target = full_or_boxes(module, training_task, held_out, torch.where(real, numbers, 0))
             target[~real[_target_samples(module)]] = -1
             inputs, left = training_task.feed(inputs_read, target, of(module).runtime_options.dtype)
             assert left is not None
@@ -190,7 +179,7 @@ def held_out_loss(module: ParallelModule, data: Data) -> float | None:
     objective, count = TaskObjective(module, training_task, held_out), held_out.count // size
     batches = [torch.arange(i * size, (i + 1) * size) for i in range(count)]
     with evaluating(module):
-        loss = sum(float(objective.loss(local, size)) for local in objective.read(batches))
+        loss = sum(float(objective.loss(objective.read(numbers), size)) for numbers in batches)
     share = of(module).share(size)
     weight = 1.0 if objective.summed or of(module).plan.io != "sample" else (share.stop - share.start) / size
     everyone: list[float] = of(module).comm.all_gather_object(loss * weight)

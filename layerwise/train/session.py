@@ -30,7 +30,7 @@ from layerwise.train.compare import Difference, FinalState, arithmetic, differen
 from layerwise.train.data import load_data
 from layerwise.train.loop import Settings, Step, Trainer, sampler
 from layerwise.train.report import KINDS, Result
-from layerwise.train.score import Fed, TaskObjective, evaluate, held_out_loss, predicting
+from layerwise.train.score import TaskObjective, evaluate, held_out_loss, predicting
 from layerwise.version import __version__
 
 PER_EPOCH = "steps an epoch"
@@ -83,7 +83,7 @@ class Session:
             of(self.module).trace = Trace(device=comm.device)
         self._single = alone(comm, lambda: self._trainer(SoloComm(comm.device), network)) if compare else None
 
-    def _trainer(self, comm: Comm, network: Network) -> Trainer[Fed]:
+    def _trainer(self, comm: Comm, network: Network) -> Trainer:
         """Returns a new trainer for this network, at the beginning of its training."""
         module = build_module(
             self.plan,

@@ -7,7 +7,7 @@ from math import prod
 import numpy as np
 from hypothesis import strategies as st
 
-from layerwise.cost.additive import Choice, Costs
+from layerwise.cost.additive import Choice, Costs, Moved
 from layerwise.geometry.arrays import Floats, Ints
 from layerwise.search.priced.additive import Problem
 from tests.search.tables import random_tables
@@ -59,8 +59,17 @@ def random_problems(draw: st.DrawFn, nodes: int = 5, above: float | None = None)
     def at(choice: Choice) -> int:
         return int(np.ravel_multi_index(tuple(choice[name] for name in base), shape))
 
+    def changes(choice: Choice, move: Moved) -> Floats:
+        after = (choice | dict(zip(move, these, strict=True)) for these in np.stack([*move.values()], 1).tolist())
+        return np.stack([taken[at(other)] for other in after]) - taken[at(choice)]
+
     problem = Problem(
-        seconds, base, tables.__getitem__, lambda choice: taken[at(choice)], lambda choice: float(peaks[at(choice)])
+        seconds,
+        base,
+        tables.__getitem__,
+        lambda choice: taken[at(choice)],
+        changes,
+        lambda choice: float(peaks[at(choice)]),
     )
     return Random(problem, of_all(seconds, base, every), peaks)
 

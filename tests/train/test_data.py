@@ -316,21 +316,6 @@ def test_a_batch_too_short_to_cut_is_left_out() -> None:
     assert StepSampler(count=50, batch=8, least=2).left_out == 0
 
 
-def test_a_short_batch_joins_the_one_before() -> None:
-    sampler = StepSampler(count=50, batch=8, join=4)
-    assert (sampler.per_epoch, sampler.left_out) == (6, 0)
-    (steps,) = {tuple(len(batch) for batches in sampler.steps(epoch) for batch in batches) for epoch in (0, 3)}
-    assert steps == (8, 8, 8, 8, 8, 10)
-    assert torch.cat([batch for batches in sampler.steps(1) for batch in batches]).sort().values.tolist() == list(
-        range(50)
-    )
-    for count, sizes in ((52, [8] * 6 + [4]), (48, [8] * 6), (3, [3])):  # half a batch; none short; no other
-        sampler = StepSampler(count=count, batch=8, join=4)
-        assert [len(batch) for batches in sampler.steps(0) for batch in batches] == sizes
-        assert sampler.per_epoch == len(sizes)
-    assert StepSampler(count=50, batch=8, least=8, join=4).left_out == 2
-
-
 def test_too_few_samples() -> None:
     with pytest.raises(LayerwiseError, match=r"there are 5 samples .* batch of 8: search with a smaller"):
         StepSampler(5, 8)

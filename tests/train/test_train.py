@@ -21,7 +21,7 @@ from layerwise.run.parallel import ParallelModule
 from layerwise.train.compare import FinalState, difference, final_state, largest
 from layerwise.train.data import Data, StepSampler, load_data
 from layerwise.train.loop import MOST, OPTIMIZERS, Settings, Step, Trainer, sampler, until_next
-from layerwise.train.score import Fed, TaskObjective, evaluate, held_out_loss
+from layerwise.train.score import TaskObjective, evaluate, held_out_loss
 from layerwise.train.sources import CheckedTensors
 from tests.comm.thread import run_threads
 from tests.run.small_plans import graph, network, plan
@@ -45,12 +45,12 @@ def data_for(found: Plan, count: int = 26) -> Data:
     return Data("random", wanted, CheckedTensors((x[:count],), y[:count]), CheckedTensors((x[count:],), y[count:]))
 
 
-def trainer(found: Plan, comm: Comm, data: Data, settings: Settings, accumulate: int = 1) -> Trainer[Fed]:
+def trainer(found: Plan, comm: Comm, data: Data, settings: Settings, accumulate: int = 1) -> Trainer:
     module = load(found, network(MLP, found.batch), comm=comm, dtype=torch.float64)
     return trainer_of(module, data, sampler(found, data.train.count, accumulate, 7), settings)
 
 
-def trainer_of(module: ParallelModule, data: Data, steps: StepSampler, settings: Settings) -> Trainer[Fed]:
+def trainer_of(module: ParallelModule, data: Data, steps: StepSampler, settings: Settings) -> Trainer:
     objective = TaskObjective(module, data.task, data.train)
     return Trainer(module, objective, steps, settings.build(module.parameters()), settings.clip)
 
@@ -61,7 +61,7 @@ def step_of(sampler: StepSampler, step: int) -> list[Tensor]:
 
 
 def in_plain_torch(
-    made: Trainer[Fed], data: Data, settings: Settings, state: dict[str, Tensor], steps: int
+    made: Trainer, data: Data, settings: Settings, state: dict[str, Tensor], steps: int
 ) -> tuple[list[float], dict[str, Tensor]]:
     """The losses of the same steps, each one batch, by PyTorch alone; and what the parameters are then."""
     model = nn.Sequential(nn.Linear(20, 12), nn.ReLU(), nn.Linear(12, 5)).double()

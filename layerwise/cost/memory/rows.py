@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from layerwise.cost.additive import Costs, restricted
+from layerwise.cost.additive import Choice, Costs, Moved, restricted
 from layerwise.cost.memory.layer_rows import LayerRows, layer_rows
 from layerwise.cost.memory.returns import returned_bytes
 from layerwise.cost.model import Configs, CostModel, EdgeName
@@ -50,6 +50,7 @@ class ByteRows:
     base: Mapping[str, Ints]  # (V_l,) the index of each variant's base
     events: Sequence[Event]
     _tables: dict[int, Costs] = field(default_factory=dict)  # a cache, by row
+    _of: dict[str, list[Event]] = field(default_factory=dict)  # a cache: the events of each layer and its edges
 
     def row(self, row: int) -> Costs:
         """The table of one row, in bytes."""
@@ -75,6 +76,31 @@ class ByteRows:
             changes[end] -= held
         rows: Floats = changes[:-1].cumsum()
         return rows
+
+    def changes(self, choice: Choice, move: Moved) -> Floats:
+        """(n, R) the bytes that each of n moves adds to every row."""
+        if not self._of:
+            for event in self.events:
+                for name in {event.of} if isinstance(event.of, str) else set(event.of[:2]):
+                    self._of.setdefault(name, []).append(event)
+        before = {name: np.array([variant]) for name, variant in choice.items()}
+        after, count = before | dict(move), len(next(iter(move.values())))
+        changes = np.zeros((count, len(self.instants) + 1))
+        for event in {id(event): event for name in move for event in self._of.get(name, ())}.values():
+            more = self._held(event, after) - self._held(event, before)
+            changes[:, event.first] += more
+            changes[:, event.end] -= more
+        added: Floats = changes[:, :-1].cumsum(1)
+        return added
+
+    def _held(self, event: Event, variants: Moved) -> Floats:
+        """(n,) the bytes of an event under n choices."""
+        if isinstance(event.of, str):
+            held: Floats = event.bytes[variants[event.of]]
+        else:
+            u, v, _ = event.of
+            held = event.bytes[self.base[u][variants[u]], self.base[v][variants[v]]]
+        return held
 
     def restrict(self, keep: Mapping[str, Mask], bases: Mapping[str, Ints], base: Mapping[str, Ints]) -> ByteRows:
         """The rows of the kept variants. bases: the indices of the bases that are left; base: as in the class."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
@@ -20,14 +21,14 @@ from layerwise.ops.tensor.pointwise import Cast
 from layerwise.partition.ahead import EdgeEnd
 from layerwise.partition.blocks import saved_within
 from layerwise.partition.moved import Moved, moved, outputs
-from layerwise.partition.pieces import largest_pieces, pieces_of
+from layerwise.partition.pieces import largest_pieces, longest_piece, pieces_of
 from layerwise.partition.place import Boxes, Place, input_maps, place, read
 from layerwise.tensor import ITEM_BYTES
 
 BEFORE = -1  # instead of a slot: the result of the stage before
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class StageMemory:
     """One operator of a layer on all N devices; arrays are (N,), in bytes."""
 
@@ -43,6 +44,17 @@ class StageMemory:
     copies: dict[int, Floats]  # autocast's copies of inputs, by slot; BEFORE is the result of the stage before
     weights: Floats  # autocast's copies of weights
     padded: Floats  # the part of `extra` and `between` that is a padded copy of the first input; see `given_padded`
+
+    @cached_property
+    def reads(self) -> Devices:
+        """The devices whose backward pass reads its inputs."""
+        inputs = self.saved.inputs
+        return devices_of(inputs if isinstance(inputs, np.ndarray) else np.full(len(self.made), inputs))
+
+    @cached_property
+    def twice(self) -> Devices:
+        """The devices whose backward pass has something between what it reads and what it makes."""
+        return devices_of(self.between > 0)
 
     def given_padded(self) -> StageMemory:
         """The stage if its first input is transferred: it is received with padding, and saved instead of a copy."""
@@ -271,10 +283,11 @@ class TensorSizes:
         """(N,) temporary bytes of a kernel that reads pieces, with what is sent meanwhile; 0.0 for others."""
         if not (pieces := self.pieces(layer)):
             return 0.0
-        boxes, found = self.places[layer.name].computed, pieces_of(layer)
+        place, found = self.places[layer.name], pieces_of(layer)
         assert found is not None
+        boxes = place.computed
         sent = sum(2 * np.minimum(self._edge(layer, slot).forth, self.own(layer.inputs[slot])) for slot in pieces)
-        return sent + np.where(boxes.active, found.temporary(boxes.hi - boxes.lo), 0.0)
+        return sent + np.where(boxes.active, found.temporary(boxes.hi - boxes.lo, longest_piece(found, place)), 0.0)
 
     def _edge(self, layer: Layer, slot: int) -> EdgeMemory:
         end = layer.name, slot
@@ -306,6 +319,6 @@ class TensorSizes:
         source = layer.inputs[0] if layer.inputs else ""
         if self._within.get(source) != (layer.name, 0) or self.edge(layer, 0).local:
             return None
-        if self.strategy[source].alters_saved or self.strategy[layer.name].alters_saved:
+        if self.strategy[source].recompute or self.strategy[layer.name].recompute:
             return None
         return self.edge(layer, 0).inside

@@ -220,8 +220,7 @@ class _Storages:
             within = stage.forward if number else stage.forward + self.sizes.in_pieces(layer)
             tracker.spike(within if keeps else within + stage.extra)
             if keeps:
-                inputs = stage.saved.inputs
-                where = devices_of(inputs) if isinstance(inputs, np.ndarray) else tracker.everyone * inputs
+                where = stage.reads
                 read = {BEFORE: before} | {slot: given[slot] for slot in stage.slots} | copies
                 for ref in read.values():
                     mine += tracker.hold(ref, where)
@@ -281,7 +280,7 @@ class _Storages:
                 parameters = [] if weights else self.parameters.gradients(layer)
             cast = [size for slot, size in stage.copies.items() if slot == BEFORE or self.flows[layer.inputs[slot]]]
             between = tracker.new(sum(cast, stage.between), "workspace")  # its sources are freed before it is read
-            read, two = running + saved[number], devices_of(stage.between > 0)
+            read, two = running + saved[number], stage.twice
             tracker.drop(part(read, two))
             for slot in stage.slots:
                 if self.flows[layer.inputs[slot]]:  # a view of the output's gradient, or made

@@ -129,9 +129,9 @@ class Attention(Op):
         maps = {i: (*m[:-2], keys, m[-1]) for i, m in enumerate(self.needs(inputs, out)) if i in (1, 2)}
         wide = max(out.item_bytes, 4)
 
-        def temporary(extents: Extents) -> Counts:
+        def temporary(extents: Extents, piece: int) -> Counts:
             e = extents[..., :rank].astype(np.float64)
-            scores = np.minimum(e[..., :-1].prod(-1) * k.shape[-2], SCORES)
+            scores = np.minimum(e[..., :-1].prod(-1) * piece, SCORES)
             counted: Counts = (3 * scores + 2 * e.prod(-1) + 6 * e[..., :-1].prod(-1)) * wide
             return counted
 

@@ -65,7 +65,7 @@ def replacements(
     be called only once.
     """
     module = network.module
-    recompute = options.recompute or any(config.alters_saved for config in plan.strategy.values())
+    recompute = options.recompute or any(config.recompute for config in plan.strategy.values())
     if module is None or recompute or not _has_values(network, module):
         return None
     if size > 1 and any(config.states != "replicated" for config in plan.strategy.values()):

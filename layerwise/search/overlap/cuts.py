@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from layerwise.config import distinct_cells
-from layerwise.cost.additive import Choice, Costs
+from layerwise.cost.additive import Choice, Costs, Moved, edges_of
 from layerwise.cost.collectives import GroupShape, least_rate
 from layerwise.cost.model import CostModel, EdgeName
 from layerwise.cost.terms import COMPUTE, LAYER_TERMS, Collective, gradients_of, shares_of
@@ -122,7 +122,25 @@ class Cuts:
         total: Floats = (own + self.sent(one, self.edges)).ravel()
         return total
 
-    def sent(self, variants: Mapping[str, Ints], edges: Iterable[EdgeName]) -> Floats:
+    def changes(self, choice: Choice, move: Moved) -> Floats:
+        """(n, R) the seconds that each of n moves adds to every row."""
+        edges = list(dict.fromkeys(edge for name in move for edge in self._near[name]))
+        before = {name: np.array([variant]) for name, variant in choice.items()}
+        added = self.sent(before | dict(move), edges) - self.sent(before, edges)
+        for name, variants in move.items():
+            own = self._own[name]
+            added = added + own[variants] - own[choice[name]]
+        return added
+
+    @cached_property
+    def _near(self) -> Mapping[str, Sequence[EdgeName]]:
+        return edges_of(self.place, self.edges)
+
+    @cached_property
+    def _own(self) -> Mapping[str, Floats]:
+        return {name: self.layer(name) for name in self.place}
+
+    def sent(self, variants: Moved, edges: Iterable[EdgeName]) -> Floats:
         """(n, R) seconds of these edges under n choices with the layers' `variants`: (n,) or (1,)."""
         base, total = self.space.base, np.zeros((1, len(self.points)))
         for edge in edges:

@@ -1,27 +1,29 @@
 """The best step with overlap: a lower bound of all strategies, and moves from the best ones found so far.
 
 Minimizing the largest row is a matrix game, like that of memory (`priced.prices.least_rows`): a mixture of rows is
-additive, elimination minimizes it, and no simulated step is below that. Moves choose from what the bound leaves of each
-layer: they change one layer, a run of layers that are split alike, or two neighbours. A move is simulated only if its
-largest row is below the best step, smallest rows first.
+additive, elimination minimizes it, and no simulated step is below that. Moves (`priced.moves`) choose from what the
+bound leaves of each layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, islice
-from operator import itemgetter
+from functools import partial
+from itertools import islice
 from typing import Literal, get_args
 
 import numpy as np
 
-from layerwise.cost.additive import Choice, Costs, edges_of
+from layerwise.cost.additive import Choice, Costs
+from layerwise.cost.memory.rows import byte_rows
+from layerwise.cost.memory.step import fullest_bytes
 from layerwise.cost.model import CostModel
 from layerwise.cost.transfer import telling_devices
-from layerwise.geometry.arrays import Floats, Ints
 from layerwise.search.overlap.cuts import Cuts
-from layerwise.search.priced.additive import Problem, by_elimination, by_messages, possible
+from layerwise.search.priced.additive import Problem, by_elimination, by_messages, possible, remembered
+from layerwise.search.priced.choose import Seen
+from layerwise.search.priced.moves import Goal, Moves
 from layerwise.search.priced.prices import least_rows
 from layerwise.search.priced.variants import Forms, Strategy, Variants
 from layerwise.search.solve.eliminate import sums_of
@@ -48,100 +50,6 @@ class Overlapped:
     lower_bound_s: float  # of all strategies in the space
 
 
-class Polish:
-    """Moves between the strategies of one space."""
-
-    def __init__(
-        self,
-        cuts: Cuts,
-        mean: Costs,
-        step_s: Callable[[Strategy], float],
-        fits: Callable[[Strategy], bool],
-        effort: Effort,
-    ) -> None:
-        """mean: a mixture of rows, which is at most the largest of them, and fast to look up."""
-        self.cuts, self.mean, self.space, self.graph = cuts, mean, cuts.space, cuts.model.graph
-        self.step_s, self.fits, self.left, self.patience = step_s, fits, SIMULATIONS[effort], PATIENCE[effort]
-        self.names = [layer.name for layer in self.graph.layers]
-        self.edges = edges_of(self.names, cuts.edges)
-        self.own = {name: cuts.layer(name) for name in self.names}
-        self.best = np.inf  # seconds of the step to beat
-        self.seen: dict[tuple[int, ...], float] = {}
-
-    def seconds(self, choice: Choice) -> float:
-        """The simulated step."""
-        key = tuple(choice[name] for name in self.names)
-        if key not in self.seen:
-            self.left -= 1
-            self.seen[key] = self.step_s(self.space.strategy(choice))
-        return self.seen[key]
-
-    def from_(self, choice: Choice) -> Choice:
-        """The best choice that successive moves reach, most promising first."""
-        self.best = self.seconds(choice)
-        while (better := next(self._better(choice), None)) is not None:
-            choice, self.best = better, self.seconds(better)
-        return choice
-
-    def _better(self, choice: Choice) -> Iterator[Choice]:
-        """Choices that a move makes faster, as long as steps may be simulated."""
-        rows = self.cuts.rows(choice)
-        for moves in (self._single(choice, rows), self._pairs(choice, rows)):
-            until = max(self.left - self.patience, 0)
-            for _, move in sorted(moves, key=itemgetter(0)):
-                if self.left <= until:
-                    break
-                other = choice | move
-                if self.seconds(other) < self.best * (1 - GAIN) and self.fits(self.space.strategy(other)):
-                    yield other
-
-    def _single(self, choice: Choice, rows: Floats) -> Iterator[tuple[float, Choice]]:
-        """Moves of one layer, and of several layers that are split alike."""
-        configs = self.space.configs
-        for names in [[name] for name in self.names] + list(self._runs(choice)):
-            places = [{config: i for i, config in enumerate(configs[name])} for name in names]
-            common = [config for config in places[0] if all(config in place for place in places[1:])]
-            move = {
-                name: np.array([place[c] for c in common], np.int64) for name, place in zip(names, places, strict=True)
-            }
-            yield from self._bounded(choice, rows, move)
-
-    def _runs(self, choice: Choice) -> Iterator[list[str]]:
-        """Consecutive layers that are split alike, if several, and layers of equal kinds."""
-        inner = [layer.name for layer in self.graph.inner]
-        config = {name: self.space.configs[name][choice[name]] for name in inner}
-        for _, run in groupby(inner, key=config.__getitem__):
-            names = list(run)
-            if len(names) > 1:
-                yield names
-        kind = {name: (self.cuts.model.kind(self.graph[name]), config[name]) for name in inner}
-        for key in dict.fromkeys(kind.values()):
-            names = [name for name in inner if kind[name] == key]
-            if len(names) > 1:
-                yield names
-
-    def _pairs(self, choice: Choice, rows: Floats) -> Iterator[tuple[float, Choice]]:
-        for u, v, _ in self.cuts.edges:
-            both = np.indices((len(self.space.base[u]), len(self.space.base[v]))).reshape(2, -1)
-            yield from self._bounded(choice, rows, {u: both[0], v: both[1]})
-
-    def _bounded(self, choice: Choice, rows: Floats, move: Mapping[str, Ints]) -> Iterator[tuple[float, Choice]]:
-        """The largest row after each of n moves, which give each moved layer the variants (n,)."""
-        change = self.mean.change(choice, move, self.space.base, self.edges)
-        worth = np.flatnonzero(self.mean.of(choice, self.space.base) + change < self.best * (1 - GAIN))
-        if not len(worth):
-            return
-        move = {name: variants[worth] for name, variants in move.items()}
-        edges = list(dict.fromkeys(edge for name in move for edge in self.edges[name]))
-        before = {name: np.array([variant]) for name, variant in choice.items()}
-        after = self.cuts.sent(before | dict(move), edges) - self.cuts.sent(before, edges) + rows
-        for name, variants in move.items():
-            after = after + self.own[name][variants] - self.own[name][choice[name]]
-        bounds = after.max(1)
-        for i in np.flatnonzero(bounds < self.best * (1 - GAIN)).tolist():
-            yield float(bounds[i]), {name: int(variants[i]) for name, variants in move.items()}
-
-
 def overlapped(
     model: CostModel,
     space: Variants,
@@ -150,7 +58,7 @@ def overlapped(
     forms: Forms | None = None,
     *,
     effort: Effort = "normal",
-    fits: Callable[[Strategy], bool] = lambda _: True,
+    limit: float = np.inf,
     memory_bytes: float = 2.0**31,
 ) -> Overlapped:
     """Bounds the step with overlap, and looks for strategies that are faster than the known ones.
@@ -164,7 +72,7 @@ def overlapped(
         step_s: The simulated step of a strategy.
         forms: Forms in which layers may also be recomputed. That lowers no row, so bounds need not know it.
         effort: How many steps to simulate.
-        fits: Whether a strategy fits into memory; only such are returned.
+        limit: Bytes that no device may exceed.
         memory_bytes: Bytes of a search table.
     """
     if _entries(model, space) > ENTRIES:
@@ -183,18 +91,41 @@ def overlapped(
     cuts = Cuts(model, small, telling_devices(model.devices))
     sums = sums_of({name: len(base) for name, base in small.bases.items()}, (edge[:2] for edge in model.graph.edges()))
     minimise = by_elimination(memory_bytes) if sums <= WORK else by_messages
-    game = least_rows(_problem(cuts, step_s), minimise)
-    polish = Polish(cuts, game.mixed(upper)[0][0], step_s, fits, effort)
+    problem = _problem(cuts, step_s)
+    game = least_rows(problem, minimise)
+    mean, seconds = game.mixed(upper)[0][0], remembered(small.base, problem.peak)
+    seen = None if limit == np.inf else _fitting(model, small, mean, limit)
+    goal = Goal(
+        value=seconds,
+        guide=lambda _: mean,
+        rows=True,
+        limit=seen,
+        swaps=True,
+        neighbours=True,
+        gain=GAIN,
+        misses=PATIENCE[effort],
+    )
     met = game.lightest(MET if SIMULATIONS[effort] else 0)
     starts = [*map(small.choice, known), *(one.choice for one in met if one.rows.max() < upper)]
-    ends = dict[float, Choice]()
-    fitting = (start for start in sorted(starts, key=polish.seconds) if fits(small.strategy(start)))
+    moves = Moves(problem, partial(small.together, model, runs=True), edges=model.graph.edges())
+    left, ends = SIMULATIONS[effort], dict[float, Choice]()
+    fitting = (start for start in sorted(starts, key=seconds) if seen is None or seen.fits(start))
     for start in islice(fitting, STARTS):
-        if polish.seconds(start) < min(ends, default=np.inf) * (1 + NEAR):
-            end = polish.from_(start)
-            ends[polish.seconds(end)] = end
-    found = tuple(small.strategy(ends[seconds]) for seconds in sorted(ends))
+        if seconds(start) < min(ends, default=np.inf) * (1 + NEAR):
+            end = moves.descend(start, goal, left)
+            left, ends[seconds(end)] = moves.left, end
+    found = tuple(small.strategy(ends[end_s]) for end_s in sorted(ends))
     return Overlapped(found, min(max(game.bound, 0.0), upper))
+
+
+def _fitting(model: CostModel, space: Variants, time: Costs, limit: float) -> Seen:
+    """The choices that fit into a device's memory."""
+    rows = byte_rows(model, space.configs, space.base)
+
+    def peak(choice: Choice) -> float:
+        return fullest_bytes(model, space.strategy(choice))
+
+    return Seen(Problem(time, space.base, rows.row, rows.rows, rows.changes, peak), limit)
 
 
 def _entries(model: CostModel, space: Variants) -> int:
@@ -204,4 +135,5 @@ def _entries(model: CostModel, space: Variants) -> int:
 
 def _problem(cuts: Cuts, step_s: Callable[[Strategy], float]) -> Problem:
     last = cuts.row(len(cuts.points) - 1)
-    return Problem(last, cuts.space.base, cuts.row, cuts.rows, lambda choice: step_s(cuts.space.strategy(choice)))
+    base, step = cuts.space.base, lambda choice: step_s(cuts.space.strategy(choice))
+    return Problem(last, base, cuts.row, cuts.rows, cuts.changes, step)

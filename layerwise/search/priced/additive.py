@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from layerwise.cost.additive import Choice, Costs
+from layerwise.cost.additive import Choice, Costs, Moved
 from layerwise.cost.model import CostTables
 from layerwise.geometry.arrays import Floats, Ints, Mask
 from layerwise.search.solve.eliminate import eliminate
@@ -27,11 +27,25 @@ class Problem:
     base: Mapping[str, Ints]  # (V_l,) the index of each variant's base
     row: Callable[[int], Costs]  # the table of a row, in bytes
     rows: Callable[[Choice], Floats]  # (R,) the bytes of a choice in every row
+    changes: Callable[[Choice, Moved], Floats]  # (n, R) the bytes that each of n moves adds to every row
     peak: Callable[[Choice], float]  # the simulated peak of a choice, in bytes, which must fit
 
     def cost(self, choice: Choice) -> float:
         """Seconds of one choice."""
         return self.time.of(choice, self.base)
+
+
+def remembered(base: Mapping[str, Ints], value: Callable[[Choice], float]) -> Callable[[Choice], float]:
+    """The function `value` of choices over the layers of `base`, which computes that of each choice once."""
+    known: dict[tuple[int, ...], float] = {}
+
+    def looked_up(choice: Choice) -> float:
+        key = tuple(choice[name] for name in base)
+        if key not in known:
+            known[key] = value(choice)
+        return known[key]
+
+    return looked_up
 
 
 def least_by_base(node: Floats, base: Ints) -> tuple[Floats, Ints]:

@@ -17,7 +17,7 @@ import numpy as np
 
 from layerwise.cost.additive import Choice, Costs, weighted_sum
 from layerwise.geometry.arrays import Mask
-from layerwise.search.priced.additive import Minimise, Problem
+from layerwise.search.priced.additive import Minimise, Problem, remembered
 from layerwise.search.priced.prices import DEAREST, SHARE, Prices, best_prices, least_rows
 from layerwise.search.solve.narrow import SLACK
 
@@ -39,16 +39,18 @@ class Seen:
         self.problem, self.limit, self.exact = problem, limit, exact or problem.cost
         self.best: Choice | None = None
         self.cost = np.inf
-        self.peaks: dict[tuple[int, ...], float] = {}
+        self.peak = remembered(problem.base, self._peak)
 
-    def peak(self, choice: Choice) -> float:
+    def fits(self, choice: Choice) -> bool:
+        """True if the simulated peak of a choice is within the limit; rows above it need no simulation."""
+        return bool(self.problem.rows(choice).max() <= self.limit) and self.peak(choice) <= self.limit
+
+    def _peak(self, choice: Choice) -> float:
         """The simulated peak of a choice, in bytes. If it fits and is the fastest so far, it becomes `best`."""
-        key = tuple(choice[name] for name in self.problem.base)
-        if key not in self.peaks:
-            self.peaks[key] = self.problem.peak(choice)
-            if self.peaks[key] <= self.limit and (cost := self.exact(choice)) < self.cost:
-                self.best, self.cost = choice, cost
-        return self.peaks[key]
+        peak = self.problem.peak(choice)
+        if peak <= self.limit and (cost := self.exact(choice)) < self.cost:
+            self.best, self.cost = choice, cost
+        return peak
 
     def choose(self, minimise: Minimise, start: Prices | None = None) -> Prices:
         """Searches for the fastest choice that fits. Returns the best prices; their bound is inf if nothing fits."""
@@ -132,8 +134,8 @@ class Seen:
             paid = weighted_sum([1.0, factor], [self.problem.time, prices.charge(self.problem)])
             found.append(minimise(paid, self.problem.base)[0])
         for choice in sorted(found, key=self.problem.cost):
-            if self.problem.cost(choice) < self.cost and self.problem.rows(choice).max() <= self.limit:
-                self.peak(choice)
+            if self.problem.cost(choice) < self.cost:
+                self.fits(choice)
         return found
 
     def _look(self, prices: Prices, target: float) -> float:

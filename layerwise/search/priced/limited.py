@@ -33,9 +33,8 @@ from layerwise.search.priced.additive import (
 )  # fmt: skip
 from layerwise.search.priced.answers import Least, MemoryPrice, Within
 from layerwise.search.priced.choose import GAP, LOOKS, Seen
-from layerwise.search.priced.moves import PEAKS, STARTS, Moves, lightest
+from layerwise.search.priced.moves import PEAKS, STARTS, Moves, Together, improve, lightest, plainer
 from layerwise.search.priced.prices import Prices, least_rows
-from layerwise.search.priced.undo import without_vain_forms
 from layerwise.search.priced.variants import OFFERS, Forms, Strategy, Variants
 from layerwise.search.solve.eliminate import sums_of
 from layerwise.search.solve.narrow import PAYS, SLACK, node_costs, restrict, rough_tables
@@ -53,15 +52,15 @@ def fastest_within(
     problem: Problem,
     limit: float,
     minimise: Minimise,
-    kinds: Mapping[str, object],
+    together: Together,
     known: Sequence[Choice] = (),
     known_s: tuple[float, float] = (-np.inf, np.inf),
     start: Prices | None = None,
 ) -> tuple[Seen, Prices, float]:
     """Searches for the fastest choice that fits into `limit` bytes. Returns what was seen, the prices, and a bound.
 
-    kinds: a key of each layer, equal for equal layers. known: choices to begin with. known_s: a lower bound of all that
-    fit, and one of all choices that are not in the problem. start: see `best_prices`.
+    together: moves of several layers. known: choices to begin with. known_s: a lower bound of all that fit, and one of
+    all choices that are not in the problem. start: see `best_prices`.
     """
     seen = Seen(problem, limit)
     for choice in known:
@@ -70,10 +69,10 @@ def fastest_within(
     least, others = known_s
     bound = max(least, min(prices.bound, others))
     if prices.bound < np.inf:
-        moves = Moves(seen, kinds, seen.others(prices, minimise))
+        moves = Moves(problem, together, seen.others(prices, minimise))
         if seen.cost > bound * (1 + GAP):
-            moves.repair(prices.exceeding(limit)[:STARTS])
-        moves.improve(bound)
+            moves.others += moves.repaired(seen, prices.exceeding(limit)[:STARTS])
+        improve(moves, seen, bound)
         bound = max(bound, min(seen.cases(prices, minimise), others))
     return seen, prices, min(bound, seen.cost)
 
@@ -224,20 +223,27 @@ class LimitedSearch:
         few = left.tables.restrict(keep)
         space, transfer = few.space, self.model.tables(few.space.bases, self.progress).transfer
         problem = self._problem(replace(few, time=Costs(few.time.node, transfer)))
-        kinds = self._kinds(space)
+        together = partial(space.together, self.model)
         begin, known_s = space.choices(left.fitting), (lower_s, below)
         met, looked_at = left.met
         start = Prices.warm(problem, space.choices(met), looked_at)
-        seen, prices, bound = fastest_within(problem, limit, self.minimise, kinds, begin, known_s, start)
+        seen, prices, bound = fastest_within(problem, limit, self.minimise, together, begin, known_s, start)
         found = left.fitting
         if seen.best is not None:
-            found = [without_vain_forms(self.model, space.strategy(seen.best), self.forms.fixed, limit), *found]
+            found = [self._plainer(limit, space.strategy(seen.best)), *found]
         strategies = sorted({tuple(s.values()): s for s in found}.values(), key=self.model.step_s)
         cost, price = min(map(self.model.step_s, strategies), default=np.inf), prices.price
         dearest = sorted(price.items(), key=lambda row: -row[1])
         told = tuple(MemoryPrice(few.rows.instants[row], 0, seconds) for row, seconds in dearest)
         count = sum(map(len, space.configs.values()))
         return Within(limit, tuple(strategies), cost, min(cost, bound), told, count), below
+
+    def _plainer(self, limit: float, strategy: Strategy) -> Strategy:
+        """A strategy that fits, without the forms that save memory in vain: with its cells, in all forms."""
+        space = Variants.of({n: (c if n in self.forms.fixed else c.cells,) for n, c in strategy.items()}, self.forms)
+        problem = self._problem(self._tables(space, self.model.tables(space.bases).transfer))
+        moves = Moves(problem, partial(space.together, self.model))
+        return space.strategy(plainer(moves, Seen(problem, limit), space.choice(strategy), space.forms))
 
     def least(self, known: Sequence[Strategy], wanted: float = 0.0) -> Least:
         """The least memory of all strategies. known: strategies over `cells` to begin with.
@@ -248,14 +254,15 @@ class LimitedSearch:
         space = tables.space
         formed = [space.choice(form) for strategy in known for form in self.formed(strategy)]
         bound, begin = game.bound, [*formed, *(met.choice for met in game.lightest(LOOKS))]
-        best, size = lightest(problem, begin, wanted, PEAKS if bound <= wanted * SLACK or not wanted else FEW)
+        together = partial(space.together, self.model)
+        best, size = lightest(problem, together, begin, wanted, PEAKS if bound <= wanted * SLACK or not wanted else FEW)
         if bound < size and (bound <= wanted * SLACK or not wanted):
             tables = tables.restrict(possible(space.base, game.mixed(size)))
             small, few = tables.space, self._problem(tables)
             work = sums_of({name: len(these) for name, these in small.bases.items()}, self.edges)
             closer = least_rows(few, self.minimise if work <= WORK else by_messages)
             begin = [*small.choices([space.strategy(best)]), *(met.choice for met in closer.lightest(LOOKS))]
-            other, fewer = lightest(few, begin, max(wanted, closer.bound))
+            other, fewer = lightest(few, partial(small.together, self.model), begin, max(wanted, closer.bound))
             bound = max(bound, closer.bound)
             if fewer < size:
                 return Least(small.strategy(other), fewer, min(bound, fewer))
@@ -291,11 +298,8 @@ class LimitedSearch:
         def peak(choice: dict[str, int]) -> float:
             return fullest_bytes(self.model, space.strategy(choice))
 
-        return Problem(Costs(node, transfer), space.base, tables.rows.row, tables.rows.rows, peak)
-
-    def _kinds(self, space: Variants) -> dict[str, object]:
-        """A key of each layer, equal for equal layers with equal variants."""
-        return {n: (self.model.kind(self.model.graph[n]), configs) for n, configs in space.configs.items()}
+        rows = tables.rows
+        return Problem(Costs(node, transfer), space.base, rows.row, rows.rows, rows.changes, peak)
 
     def _begun(self, limit: float, known: Sequence[Strategy]) -> _Left:
         """Searches the cells of known strategies, in all forms, for a fast strategy that fits."""
@@ -307,11 +311,11 @@ class LimitedSearch:
         seen = Seen(problem, limit)
         prices = seen.choose(self.minimise)
         if prices.bound < np.inf and seen.cost > prices.bound * (1 + GAP):
-            Moves(seen, self._kinds(space), ()).repair(prices.exceeding(limit)[:STARTS])
+            Moves(problem, partial(space.together, self.model)).repaired(seen, prices.exceeding(limit)[:STARTS])
         formed = space.choices(f for strategy in known for f in self.formed(strategy)) if seen.best is None else ()
         for choice in sorted(formed, key=problem.cost):
-            if seen.best is None and problem.rows(choice).max() <= limit:
-                seen.peak(choice)
+            if seen.best is None:
+                seen.fits(choice)
         return _Left(tables, seen, prices, -np.inf)
 
     def _cells_within(self, upper: float) -> Configs:

@@ -1,90 +1,110 @@
-"""Moves: the last stage of a search under a limit. They make a choice faster, as long as its simulated peak fits.
+"""Moves: a choice becomes better, a few layers at a time. They make seconds fewer, as long as a choice fits, or bytes.
 
-A move changes the variant of one layer or of several equal layers, or takes over a connected part in which another
-choice differs, or is two of these together. Moves that gain most time come first. Rows exclude moves that cannot fit.
+A move gives other variants to one layer, to layers that are alike, or to two neighbours; it takes over a connected part
+in which another choice differs; or it is a faster and a lighter move together. The moves that an additive guide shows
+to be best come first. Nothing is simulated that rows exclude. Under a limit, moves that are no neighbours are made at
+once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
-from typing import NamedTuple
 
 import numpy as np
 
-from layerwise.cost.additive import Choice, Costs, edges_of
-from layerwise.geometry.arrays import Floats, Ints
-from layerwise.search.priced.additive import Problem, least_by_base
+from layerwise.cost.additive import Choice, Costs, Moved, edges_of
+from layerwise.cost.model import EdgeName
+from layerwise.geometry.arrays import Floats
+from layerwise.search.priced.additive import Problem, least_by_base, remembered
 from layerwise.search.priced.choose import GAP, Seen
 
-Move = tuple[float, Choice]  # the seconds that it adds, and the new variants
+Together = Callable[[Choice], Iterable[Moved]]  # moves of several layers that are alike
 STARTS = 4  # the most choices from which moves start
 FAR = 1.05  # starts that take more than so many times the best are skipped
 PEAKS = 100  # the most peaks to simulate from one start
 MISSED = 0.02  # rows are taken to be at most this fraction of the limit below the peak
-MISSES = 12  # so many moves that do not fit end a round, of single moves and of pairs
+MISSES = 12  # so many simulations in vain end a round, of simple moves and of pairs
 TOP = 32  # the number of faster moves to make pairs of
-LEAST = 1e-9  # the least gain, as a fraction of the time
+LEAST = 1e-9  # the least gain, as a fraction
 REPAIRS = 40  # the most moves to make a choice fit
 SHARE = 0.02  # a repair frees at least this fraction of what does not fit
-LIGHTER = 128  # of so many moves that lower the fullest row most, all rows are computed
+LIGHTER = 128  # of so many moves of the same layers, all rows of bytes are computed
 
 
-class _Moved(NamedTuple):
-    """n moves of the same layers."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goal:
+    """What moves make smaller, and what they must keep."""
 
-    names: Sequence[str]
-    to: Sequence[Ints]  # for each layer, (n,) its new variants
-    seconds: Floats  # (n,) added to the step
-    bytes_: Floats  # (n,) added to the fullest row
+    value: Callable[[Choice], float]
+    guide: Callable[[Choice], Costs]  # an additive lower bound of the value, to order the moves of a choice
+    rows: bool = False  # whether the problem's rows are lower bounds of the value, too; else the guide is the value
+    limit: Seen | None = None  # whose peaks must be within its limit
+    gain: float = LEAST  # the least fraction that a move must gain
+    swaps: bool = False  # whether a faster and a lighter move are tried together
+    neighbours: bool = False  # whether moves of two neighbours are
+    misses: int = MISSES
+    looked: int | None = None  # of moves of the same layers, the number of which all rows are computed; None: all
+
+
+@dataclass(frozen=True, slots=True)
+class _Bounded:
+    """Moves of the same layers, with a number each."""
+
+    moved: Moved
+    bounds: Floats  # (n,)
 
     def move(self, i: int) -> Choice:
-        return {name: int(variants[i]) for name, variants in zip(self.names, self.to, strict=True)}
+        return {name: int(variants[i]) for name, variants in self.moved.items()}
 
 
 class Moves:
     """Moves between the choices of a problem.
 
-    kinds: a key of each layer, equal for equal layers. others: choices to begin with, beside the best one seen.
+    others: choices whose parts others may take over. edges: of the graph, if the problem's time is of some alone.
     """
 
-    def __init__(self, seen: Seen, kinds: Mapping[str, object], others: Sequence[Choice]) -> None:
-        self.seen, self.problem, self.kinds, self.left = seen, seen.problem, kinds, PEAKS
+    def __init__(
+        self,
+        problem: Problem,
+        together: Together,
+        others: Iterable[Choice] = (),
+        edges: Iterable[EdgeName] | None = None,
+    ) -> None:
+        self.problem, self.together, self.left = problem, together, 0  # how many choices may be simulated
         self.others = list({tuple(choice.values()): choice for choice in others}.values())
-        self.edges = edges_of(self.problem.base, self.problem.time.edge)
+        self.edges = edges_of(problem.base, problem.time.edge if edges is None else edges)
 
-    def repair(self, mixed: Sequence[Choice]) -> None:
-        """Moves choices that do not fit until they fit. Later moves begin there, too."""
-        self.others += [choice for choice in map(self._repaired, mixed) if choice is not None]
+    def descend(self, choice: Choice, goal: Goal, left: int, enough: float = -np.inf) -> Choice:
+        """The best choice that successive moves reach.
 
-    def improve(self, lower: float) -> None:
-        """Makes the best choice faster, until it is near the lower bound, no move helps, or PEAKS were simulated."""
-        seen, cost = self.seen, self.problem.cost
-        near = [choice for choice in self.others if cost(choice) < FAR * seen.cost]
-        starts = {tuple(choice.values()): choice for choice in (seen.best, *near) if choice is not None}
-        fitting = [choice for choice in starts.values() if seen.peak(choice) <= seen.limit]
-        for choice in sorted(fitting, key=cost)[:STARTS]:
-            self.left = PEAKS
-            better: Choice | None = choice
-            while better is not None and self.left > 0 and seen.cost > lower * (1 + GAP):
-                choice, better = better, self._better(better)
+        left: the number of choices to simulate. enough: the value at which it ends.
+        """
+        self.left, better = left, None
+        while goal.value(choice) > enough and self.left > 0 and (better := self._better(choice, goal)) is not None:
+            choice = better
+        return choice
 
-    def _better(self, choice: Choice) -> Choice | None:
-        """A faster choice that fits, by moves or pairs of them; those that are no neighbours are made at once."""
-        seen, rows, least = self.seen, self.problem.rows(choice), LEAST * self.problem.cost(choice)
-        fullest, row = float(rows.max()), self.problem.row(int(rows.argmax()))
-        missed = min(seen.peak(choice) - fullest, MISSED * seen.limit)
-        moved = list(self._moves(choice, row))
-        for moves in (self._faster(moved, -least, seen.limit - missed - fullest), self._pairs(choice, row, moved)):
-            misses, taken, near = 0, choice, set[str]()
-            for gain, move in moves:
-                if gain >= -least or misses == MISSES or self.left <= 0:
+    def _better(self, choice: Choice, goal: Goal) -> Choice | None:
+        """A better choice, by simple moves or by pairs; None if there is none."""
+        seen, missed, target = goal.limit, 0.0, goal.value(choice) * (1 - goal.gain)
+        if seen is not None:
+            fullest = float(seen.problem.rows(choice).max())
+            missed = min(seen.peak(choice) - fullest, MISSED * seen.limit)
+        for moves in self._rounds(choice, goal, target, missed):
+            taken, near, misses = choice, set[str](), 0
+            for move in moves:
+                if misses == goal.misses or self.left <= 0:
                     break
-                if near & move.keys() or float(self.problem.rows(taken | move).max()) + missed > seen.limit:
+                other = taken | move
+                if near & move.keys() or self._excluded(other, goal, target, missed):
                     continue
                 self.left -= 1
-                if seen.peak(taken | move) <= seen.limit:
-                    taken = taken | move
+                if goal.value(other) < target and (seen is None or seen.fits(other)):
+                    if seen is None:
+                        return other
+                    taken, target = other, goal.value(other) * (1 - goal.gain)
                     near.update(*(edge[:2] for name in move for edge in self.edges[name]), move)
                 else:
                     misses += 1
@@ -92,56 +112,30 @@ class Moves:
                 return taken
         return None
 
-    def _repaired(self, choice: Choice) -> Choice | None:
-        """The choice, moved until it fits, or None. Each move frees the most bytes of the fullest row a second."""
-        missed = 0.0
-        for _ in range(REPAIRS):
-            rows = self.problem.rows(choice)
-            over = float(rows.max()) + missed - self.seen.limit
-            if over <= 0:
-                if (peak := self.seen.peak(choice)) <= self.seen.limit:
-                    return choice
-                missed = over = peak - float(rows.max())
+    def _rounds(self, choice: Choice, goal: Goal, target: float, missed: float) -> Iterator[Iterator[Choice]]:
+        """Simple moves, then two at once, each round if the one before it does not help."""
+        simple = list(self._simple(choice))
+        yield self._ordered(choice, simple, goal, target, missed)
+        if goal.swaps and goal.limit is not None:
+            yield self._swaps(choice, simple, goal, goal.limit, target)
+        if goal.neighbours:
+            yield self._ordered(choice, self._neighbours(goal.guide(choice)), goal, target, missed)
 
-            def worth(m: _Moved, over: float = over) -> Floats:
-                freed = np.minimum(-m.bytes_, over)
-                ratio: Floats = np.full(freed.shape, np.inf)
-                less = freed > over * SHARE
-                ratio[less] = m.seconds[less] / freed[less]
-                return ratio
+    def _excluded(self, choice: Choice, goal: Goal, target: float, missed: float) -> bool:
+        """True if rows show that a choice is not better, or does not fit."""
+        seen = goal.limit
+        vain = goal.rows and self.problem.rows(choice).max() >= target
+        return vain or (seen is not None and float(seen.problem.rows(choice).max()) + missed > seen.limit)
 
-            moved = list(self._moves(choice, self.problem.row(int(rows.argmax()))))
-            best = next(_sorted(moved, worth), None)
-            if best is None:
-                break
-            choice = choice | best[1]
-        return None
+    # ---- the moves from a choice ----
 
-    def _moves(self, choice: Choice, row: Costs) -> Iterator[_Moved]:
-        """All moves: of one layer, of equal layers together, and to parts of other choices."""
-        base = self.problem.base
-        seconds, bytes_ = (costs.beside(choice, base) for costs in (self.problem.time, row))
-        for name, now in choice.items():
-            own, size = seconds[name], bytes_[name]
-            yield _Moved([name], [np.arange(len(own))], own - own[now], size - size[now])
-        several = [names for names in self._equal(choice) if len(names) > 1]
-        moves = [dict.fromkeys(names, np.arange(len(base[names[0]]))) for names in several]
-        parts = (part for other in self.others for part in self._parts(choice, other))
-        moves += [{name: np.array([variant]) for name, variant in part.items()} for part in parts]
-        for move in moves:
-            changes = (costs.change(choice, move, base, self.edges) for costs in (self.problem.time, row))
-            yield _Moved(list(move), list(move.values()), *changes)
-
-    def _faster(self, moved: Sequence[_Moved], most: float, room: float) -> Iterator[Move]:
-        """Moves that add less than `most` seconds and at most `room` bytes to the fullest row, the fastest first."""
-        yield from _sorted(moved, lambda m: np.where((m.seconds < most) & (m.bytes_ <= room), m.seconds, np.inf))
-
-    def _equal(self, choice: Choice) -> list[list[str]]:
-        """The groups of equal layers that have the same variant."""
-        groups = dict[object, list[str]]()
-        for name, now in choice.items():
-            groups.setdefault((self.kinds[name], now), []).append(name)
-        return list(groups.values())
+    def _simple(self, choice: Choice) -> Iterator[Moved]:
+        """Moves of one layer, of layers that are alike, and to parts of other choices."""
+        yield from ({name: np.arange(len(these))} for name, these in self.problem.base.items())
+        yield from self.together(choice)
+        for other in self.others:
+            for part in self._parts(choice, other):
+                yield {name: np.array([variant]) for name, variant in part.items()}
 
     def _parts(self, choice: Choice, other: Choice) -> Iterator[Choice]:
         """The connected parts in which another choice differs, of several layers."""
@@ -156,102 +150,170 @@ class Moves:
             if len(part) > 1:
                 yield {name: other[name] for name in part}
 
-    def _pairs(self, choice: Choice, row: Costs, moved: Sequence[_Moved]) -> Iterator[Move]:
+    def _neighbours(self, guide: Costs) -> Iterator[Moved]:
+        """Moves of two neighbours, to each pair of bases, in the variants of these that the guide prefers."""
+        base = self.problem.base
+        light = {name: least_by_base(cost, base[name])[1] for name, cost in guide.node.items()}
+        for u, v in dict.fromkeys(edge[:2] for edge in self.problem.time.edge):
+            both = np.indices((len(light[u]), len(light[v]))).reshape(2, -1)
+            yield {u: light[u][both[0]], v: light[v][both[1]]}
+
+    def _ordered(
+        self, choice: Choice, moves: Iterable[Moved], goal: Goal, target: float, missed: float = 0.0
+    ) -> Iterator[Choice]:
+        """The moves after which a choice may be better and fit, the best first."""
+        base, guide, found = self.problem.base, goal.guide(choice), list[_Bounded]()
+        now = guide.of(choice, base)
+        rows = self.problem.rows(choice) if goal.rows else None
+        fullest = None if goal.limit is None else self._fullest(choice, goal.limit.problem)
+        for move in moves:
+            bounds = now + guide.change(choice, move, base, self.edges)
+            worth = np.flatnonzero(bounds < target)
+            if not len(worth):
+                continue
+            if goal.looked is not None and len(worth) > goal.looked:
+                worth = worth[bounds[worth].argpartition(goal.looked)[: goal.looked]]
+            move, bounds = {name: variants[worth] for name, variants in move.items()}, bounds[worth]
+            if rows is not None:
+                bounds = (self.problem.changes(choice, move) + rows).max(1)
+            keep = bounds < target
+            if fullest is not None and goal.limit is not None:
+                keep &= fullest[1] + fullest[0].change(choice, move, base, self.edges) <= goal.limit.limit - missed
+            if keep.any():
+                found.append(_Bounded({name: variants[keep] for name, variants in move.items()}, bounds[keep]))
+        yield from (move for _, move in _sorted(found))
+
+    def _fullest(self, choice: Choice, problem: Problem) -> tuple[Costs, float]:
+        """The fullest row of a choice, and its bytes."""
+        rows = problem.rows(choice)
+        return problem.row(int(rows.argmax())), float(rows.max())
+
+    def _swaps(
+        self, choice: Choice, simple: Sequence[Moved], goal: Goal, seen: Seen, target: float
+    ) -> Iterator[Choice]:
         """Pairs of a move that is faster and needs more memory, and one that needs less, the best first."""
-        room = self.seen.limit - self.seen.peak(choice)
-        faster = list(islice(self._faster(moved, 0.0, np.inf), TOP))
+        guide, (row, _) = goal.guide(choice), self._fullest(choice, seen.problem)
+        room = seen.limit - seen.peak(choice)
+        every = [(move, *self._changes(choice, move, guide, row)) for move in simple]
+        faster = list(islice(_sorted([_Bounded(m, np.where(s < 0, s, np.inf)) for m, s, _ in every]), TOP))
         if not faster:
             return
-        most = -faster[0][0]
+        most, slower = -faster[0][0], list[_Bounded]()
+        for move, seconds, bytes_ in every:
+            less, ratio = (bytes_ < 0) & (seconds > 0) & (seconds < most), np.full(seconds.shape, np.inf)
+            ratio[less] = seconds[less] / -bytes_[less]  # seconds a byte less
+            slower.append(_Bounded(move, ratio))
 
-        def worth(m: _Moved) -> Floats:  # seconds a byte less
-            less = (m.bytes_ < 0) & (m.seconds > 0) & (m.seconds < most)
-            ratio: Floats = np.full(m.seconds.shape, np.inf)
-            ratio[less] = m.seconds[less] / -m.bytes_[less]
-            return ratio
+        def known(moves: Iterable[tuple[float, Choice]]) -> list[tuple[float, float, Choice]]:
+            each = ((self._changes(choice, move, guide, row), move) for _, move in moves)
+            return [(float(seconds), float(bytes_), move) for (seconds, bytes_), move in each]
 
-        slower = [move for _, move in islice(_sorted(moved, worth), 4 * TOP)]
-        taken = [(gain, self._change(row, choice, move), move) for gain, move in faster]
-        freed = [(self._change(self.problem.time, choice, m), self._change(row, choice, m), m) for m in slower]
+        more, lighter = known(faster), known(islice(_sorted(slower), 4 * TOP))
         both = [
             (gain + cost, one | two)
-            for gain, more, one in taken
-            for cost, less, two in freed
-            if gain + cost < 0 and more + less <= room and not one.keys() & two.keys()
+            for gain, taken, one in more
+            for cost, freed, two in lighter
+            if gain + cost < 0 and taken + freed <= room and not one.keys() & two.keys()
         ]
         best = [move for _, move in sorted(both, key=_first)[: 4 * TOP]]
-        yield from sorted(((self._change(self.problem.time, choice, move), move) for move in best), key=_first)
+        exact = ((float(self._changes(choice, move, guide, row)[0]), move) for move in best)
+        worth = target - guide.of(choice, self.problem.base)
+        yield from (move for gain, move in sorted(exact, key=_first) if gain < worth)
 
-    def _change(self, costs: Costs, choice: Choice, move: Choice) -> float:
-        return float(costs.change(choice, move, self.problem.base, self.edges))
+    def _changes(self, choice: Choice, move: Moved | Choice, time: Costs, row: Costs) -> tuple[Floats, Floats]:
+        """(n,) the seconds and the bytes of a row that each of n moves adds."""
+        base, edges = self.problem.base, self.edges
+        return time.change(choice, move, base, edges), row.change(choice, move, base, edges)
+
+    # ---- choices that do not fit ----
+
+    def repaired(self, seen: Seen, choices: Iterable[Choice]) -> list[Choice]:
+        """The choices, moved until they fit, as far as they can be."""
+        return [found for choice in choices if (found := self._repaired(seen, choice)) is not None]
+
+    def _repaired(self, seen: Seen, choice: Choice) -> Choice | None:
+        """Each move frees the most bytes of the fullest row a second."""
+        missed = 0.0
+        for _ in range(REPAIRS):
+            row, fullest = self._fullest(choice, seen.problem)
+            over = fullest + missed - seen.limit
+            if over <= 0:
+                if seen.fits(choice):
+                    return choice
+                missed = over = seen.peak(choice) - fullest
+            found = list[_Bounded]()
+            for move in self._simple(choice):
+                seconds, bytes_ = self._changes(choice, move, self.problem.time, row)
+                freed, ratio = np.minimum(-bytes_, over), np.full(bytes_.shape, np.inf)
+                less = freed > over * SHARE
+                ratio[less] = seconds[less] / freed[less]
+                found.append(_Bounded(move, ratio))
+            best = next(_sorted(found), None)
+            if best is None:
+                break
+            choice = choice | best[1]
+        return None
 
 
-def _sorted(moved: Sequence[_Moved], worth: Callable[[_Moved], Floats]) -> Iterator[Move]:
-    """Moves of finite worth, in ascending order, with the seconds that they add."""
-    found = [worth(m) for m in moved]
-    every, ends = np.concatenate(found), np.cumsum([len(these) for these in found])
+def _sorted(found: Sequence[_Bounded]) -> Iterator[tuple[float, Choice]]:
+    """Moves whose numbers are finite, with these, in ascending order."""
+    if not found:
+        return
+    every, ends = np.concatenate([one.bounds for one in found]), np.cumsum([len(one.bounds) for one in found])
     finite = np.flatnonzero(np.isfinite(every))
     for place in finite[every[finite].argsort(kind="stable")].tolist():
-        which = int(np.searchsorted(ends, place, "right"))
-        i = place - int(ends[which]) + len(found[which])
-        yield float(moved[which].seconds[i]), moved[which].move(i)
+        one = found[which := int(np.searchsorted(ends, place, "right"))]
+        yield float(every[place]), one.move(place - int(ends[which]) + len(one.bounds))
+
+
+def _first(move: tuple[float, Choice]) -> float:
+    return move[0]
+
+
+def plainer(moves: Moves, seen: Seen, choice: Choice, forms: Mapping[str, Floats]) -> Choice:
+    """A choice that fits, without the forms that it has in vain: it takes as long as before, or less.
+
+    forms: (V_l,) how many forms that save memory each variant has.
+    """
+    added = LEAST / (2 * len(forms))  # of the time, for each form; all together are less than what counts as a gain
+    added_s = added * moves.problem.cost(choice)
+    own = {name: cost + added_s * forms[name] for name, cost in moves.problem.time.node.items()}
+    time = Costs(own, moves.problem.time.edge)
+    value = replace(moves.problem, time=time).cost
+    goal = Goal(value=value, guide=lambda _: time, limit=seen, misses=2 * MISSES, gain=added / 2)
+    return moves.descend(choice, goal, PEAKS)
+
+
+def improve(moves: Moves, seen: Seen, lower: float) -> None:
+    """Makes the best choice seen faster, by equation 1, until it is near the lower bound or no move helps."""
+    cost, time = moves.problem.cost, moves.problem.time
+    goal = Goal(value=cost, guide=lambda _: time, limit=seen, swaps=True)
+    near = (choice for choice in moves.others if cost(choice) < FAR * seen.cost)
+    starts = {tuple(choice.values()): choice for choice in (seen.best, *near) if choice is not None}
+    fitting = (choice for choice in sorted(starts.values(), key=cost) if seen.fits(choice))
+    for choice in islice(fitting, STARTS):
+        if seen.cost > lower * (1 + GAP):
+            moves.descend(choice, goal, PEAKS, lower * (1 + GAP))
 
 
 def lightest(
-    problem: Problem, begin: Sequence[Choice], enough: float = 0.0, peaks: int = PEAKS
+    problem: Problem, together: Together, begin: Sequence[Choice], enough: float = 0.0, peaks: int = PEAKS
 ) -> tuple[Choice, float]:
-    """The choice of the least simulated peak that moves of one layer and of two neighbours reach, and that peak.
+    """The choice of the least simulated peak that moves reach, and that peak.
 
     begin: choices; moves start at those with the least peaks. enough: bytes at which it ends. peaks: the number of
     peaks to simulate from each start.
     """
-    starts = sorted({tuple(c.values()): c for c in begin}.values(), key=problem.peak)[:STARTS]
-    found = [_lightened(problem, start, enough, peaks) for start in starts[: 1 + peaks // PEAKS * STARTS]]
-    return min(found, key=lambda one: one[1])
-
-
-def _lightened(problem: Problem, best: Choice, enough: float, left: int) -> tuple[Choice, float]:
-    size = problem.peak(best)
-    while size > enough and left > 0:
-        for move in _lighter(problem, best, size):
-            left -= 1
-            if (peak := problem.peak(best | move)) < size:
-                best, size = best | move, peak
-                break
-            if left <= 0:
-                break
-        else:
-            break
-    return best, size
-
-
-def _lighter(problem: Problem, choice: Choice, size: float) -> Iterator[Choice]:
-    """Moves after which all rows are below a peak: of one layer, then of two neighbours. The least rows come first."""
-    row, base = problem.row(int(problem.rows(choice).argmax())), problem.base
-    own = {name: table - table[choice[name]] for name, table in row.beside(choice, base).items()}
-    ones = [
-        (float(change[i]), {name: i}) for name, change in own.items() for i in range(len(change)) if i != choice[name]
-    ]
-    yield from _below(problem, choice, size, ones)
-    pairs, light = list[Move](), {name: least_by_base(change, base[name]) for name, change in own.items()}
-    for u, v in dict.fromkeys(edge[:2] for edge in problem.time.edge):
-        (of_u, lightest_u), (of_v, lightest_v) = light[u], light[v]
-        together: Floats = of_u[:, None] + of_v[None]
-        for edge, table in row.edge.items():
-            if edge[:2] == (u, v):
-                at, to = base[u][choice[u]], base[v][choice[v]]
-                together = together + (table - table[at] - table[:, to : to + 1] + table[at, to])
-        for flat in np.argpartition(together, min(LIGHTER, together.size) - 1, axis=None)[:LIGHTER]:
-            i, j = divmod(int(flat), together.shape[1])
-            pairs.append((float(together[i, j]), {u: int(lightest_u[i]), v: int(lightest_v[j])}))
-    yield from _below(problem, choice, size, pairs)
-
-
-def _below(problem: Problem, choice: Choice, size: float, moves: Sequence[Move]) -> Iterator[Choice]:
-    few = [move for _, move in sorted(moves, key=_first)[:LIGHTER]]
-    after = [(float(problem.rows(choice | move).max()), move) for move in few]
-    yield from (move for rows, move in sorted(after, key=_first) if rows < size)
-
-
-def _first(move: Move) -> float:
-    return move[0]
+    moves, peak = Moves(problem, together), remembered(problem.base, problem.peak)
+    goal = Goal(
+        value=peak,
+        guide=lambda choice: problem.row(int(problem.rows(choice).argmax())),
+        rows=True,
+        neighbours=True,
+        misses=peaks,
+        looked=LIGHTER,
+    )
+    starts = sorted({tuple(c.values()): c for c in begin}.values(), key=peak)[:STARTS]
+    found = [moves.descend(start, goal, peaks, enough) for start in starts[: 1 + peaks // PEAKS * STARTS]]
+    best = min(found, key=peak)
+    return best, peak(best)

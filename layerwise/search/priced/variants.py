@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from itertools import product
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import groupby, product
 
 import numpy as np
 
 from layerwise.config import Config, States
-from layerwise.cost.additive import Choice
-from layerwise.cost.model import Configs
+from layerwise.cost.additive import Choice, Moved
+from layerwise.cost.model import Configs, CostModel
 from layerwise.errors import LayerwiseError
-from layerwise.geometry.arrays import Ints, Mask
+from layerwise.geometry.arrays import Floats, Ints, Mask
 from layerwise.graph.layer import Layer
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.partition.blocks import recomputable
@@ -33,6 +34,7 @@ class Forms:
     devices: int
     fixed: frozenset[str]  # layers that keep their form
     unfed: frozenset[str]  # `LayerGraph.unfed`
+    _known: dict[object, dict[Config, int]] = field(default_factory=dict)  # a cache, as repeated blocks are alike
 
     @staticmethod
     def of(graph: LayerGraph, devices: int, offer: Iterable[str], fixed: Iterable[str] = ()) -> Forms:
@@ -59,9 +61,13 @@ class Forms:
         """The different variants of a layer, each with the index of its cells."""
         if name in self.fixed:
             return {config: i for i, config in enumerate(cells)}
-        may = may_shard_each(self.layers[name], cells, self.devices, unfed=name in self.unfed)
-        each = enumerate(zip(cells, may, strict=True))
-        return {self._formed(name, c, form, shares): i for i, (c, shares) in each for form in self.offered}
+        layer, unfed = self.layers[name], name in self.unfed
+        key = self.offered, layer.space, layer.role, layer.tied, layer.trains, unfed, name in self.recomputable, cells
+        if key not in self._known:
+            each = enumerate(zip(cells, may_shard_each(layer, cells, self.devices, unfed=unfed), strict=True))
+            forms = self.offered
+            self._known[key] = {self._formed(name, c, form, shares): i for i, (c, shares) in each for form in forms}
+        return self._known[key]
 
     def _formed(self, name: str, config: Config, form: Form, shares: bool) -> Config:
         recompute, states = form
@@ -70,7 +76,7 @@ class Forms:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Variants:
     """The variants of every layer: its configurations in their forms."""
 
@@ -114,9 +120,37 @@ class Variants:
 
     def choices(self, strategies: Iterable[Strategy]) -> list[Choice]:
         """The choices of those strategies whose configurations are all variants here."""
-        places = {name: {config: i for i, config in enumerate(configs)} for name, configs in self.configs.items()}
-        here = (s for s in strategies if all(s[name] in place for name, place in places.items()))
-        return [{name: place[s[name]] for name, place in places.items()} for s in here]
+        here = (s for s in strategies if all(s[name] in place for name, place in self.places.items()))
+        return [{name: place[s[name]] for name, place in self.places.items()} for s in here]
+
+    @property
+    def forms(self) -> Mapping[str, Floats]:
+        """(V_l,) in how many ways each variant saves memory."""
+        return {
+            name: np.array([c.recompute + (c.states != "replicated") for c in these], np.float64)
+            for name, these in self.configs.items()
+        }
+
+    @cached_property
+    def places(self) -> Mapping[str, Mapping[Config, int]]:
+        """The index of each variant, by layer."""
+        return {name: {config: i for i, config in enumerate(configs)} for name, configs in self.configs.items()}
+
+    def together(self, model: CostModel, choice: Choice, *, runs: bool = False) -> Iterator[Moved]:
+        """Moves of equal layers that are split alike, with `runs` of consecutive ones, too, to what all have."""
+        config = {layer.name: self.configs[layer.name][choice[layer.name]] for layer in model.graph.inner}
+        lines = [list(run) for _, run in groupby(config, key=config.__getitem__)] if runs else []
+        equal = dict[object, list[str]]()
+        for name, now in config.items():
+            equal.setdefault((model.kind(model.graph[name]), now), []).append(name)
+        for names in [*lines, *equal.values()]:
+            if len(names) > 1:
+                places = [self.places[name] for name in names]
+                common = [c for c in self.configs[names[0]] if all(c in place for place in places[1:])]
+                yield {
+                    name: np.array([place[c] for c in common], np.int64)
+                    for name, place in zip(names, places, strict=True)
+                }
 
     def strategy(self, choice: Choice) -> Strategy:
         """The configurations of these indices."""

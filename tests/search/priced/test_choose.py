@@ -1,5 +1,6 @@
 """Law: under any limit, bounds are at most the least of exhaustive search, and what is found fits."""
 
+from collections.abc import Iterator
 from itertools import combinations, product
 
 import numpy as np
@@ -7,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerwise.cost.additive import Choice, Costs
+from layerwise.cost.additive import Choice, Costs, Moved
 from layerwise.geometry.arrays import Floats
 from layerwise.search.priced.additive import Minimise, Problem, by_elimination, by_messages
 from layerwise.search.priced.limited import fastest_within
-from layerwise.search.priced.moves import lightest
+from layerwise.search.priced.moves import Together, lightest
 from layerwise.search.priced.prices import least_rows, simplex
 from tests.examples import examples
 from tests.search.problems import Random, random_problems
@@ -25,9 +26,16 @@ def limit_at(r: Random, share: float) -> float:
     return least + share * max(fastest - least, 1e8)
 
 
-def kinds(problem: Problem) -> dict[str, object]:
+def together(problem: Problem) -> Together:
     """Layers with as many variants are taken for equal: a move of these together is a move like others."""
-    return {name: len(base) for name, base in problem.base.items()}
+
+    def moves(choice: Choice) -> Iterator[Moved]:
+        sizes = {name: len(base) for name, base in problem.base.items()}
+        for alike in {(sizes[name], now) for name, now in choice.items()}:
+            names = [name for name, now in choice.items() if (sizes[name], now) == alike]
+            yield dict.fromkeys(names, np.arange(alike[0]))
+
+    return moves
 
 
 @examples(80)
@@ -36,7 +44,7 @@ def test_bounds_are_those_of_exhaustive_search(r: Random, share: float, minimise
     """Where nothing is found nothing may fit, where it is proven that nothing does nothing does."""
     limit = limit_at(r, share)
     best = r.best(limit)
-    seen, _, bound = fastest_within(r.problem, limit, minimise, kinds(r.problem))
+    seen, _, bound = fastest_within(r.problem, limit, minimise, together(r.problem))
     assert bound <= best * (1 + 1e-8)
     assert seen.cost >= best * (1 - 1e-8)
     if seen.best is not None:
@@ -49,7 +57,7 @@ def test_bounds_are_those_of_exhaustive_search(r: Random, share: float, minimise
 def test_where_rows_are_peaks_it_is_exhaustive_search(r: Random, share: float) -> None:
     limit = limit_at(r, share)
     best = r.best(limit)
-    seen, _, bound = fastest_within(r.problem, limit, EXACTLY, kinds(r.problem))
+    seen, _, bound = fastest_within(r.problem, limit, EXACTLY, together(r.problem))
     assert seen.cost == pytest.approx(best, rel=0.005)
     assert seen.cost <= bound * 1.005 or np.isinf(best)
 
@@ -58,7 +66,7 @@ def test_where_rows_are_peaks_it_is_exhaustive_search(r: Random, share: float) -
 @given(random_problems())
 def test_bytes_alone_bound_the_least_memory(r: Random) -> None:
     game = least_rows(r.problem, EXACTLY)
-    best, size = lightest(r.problem, [met.choice for met in game.met])
+    best, size = lightest(r.problem, together(r.problem), [met.choice for met in game.met])
     assert game.bound <= r.peaks.min() * (1 + 1e-8)
     assert size == r.problem.peak(best) >= r.peaks.min()
 
@@ -66,7 +74,7 @@ def test_bytes_alone_bound_the_least_memory(r: Random) -> None:
 @examples(35)
 @given(random_problems())
 def test_a_limit_that_does_not_bind_has_no_price(r: Random) -> None:
-    seen, prices, bound = fastest_within(r.problem, float(r.peaks.max()), EXACTLY, kinds(r.problem))
+    seen, prices, bound = fastest_within(r.problem, float(r.peaks.max()), EXACTLY, together(r.problem))
     assert prices.price == {}
     assert seen.cost == pytest.approx(r.costs.min()) == bound
 
@@ -83,10 +91,17 @@ def test_cases_close_the_gap_of_a_knapsack(layers: list[tuple[int, int]], share:
     def peak(choice: Choice) -> float:
         return bytes_.of(choice, base)
 
-    problem = Problem(Costs(time, {}), base, lambda _: bytes_, lambda choice: np.array([peak(choice)]), peak)
+    problem = Problem(
+        Costs(time, {}),
+        base,
+        lambda _: bytes_,
+        lambda choice: np.array([peak(choice)]),
+        lambda choice, move: bytes_.change(choice, move, base, dict.fromkeys(base, ()))[:, None],
+        peak,
+    )
     choices = [dict(zip(time, picked, strict=True)) for picked in product((0, 1), repeat=len(time))]
     best = min(problem.cost(choice) for choice in choices if peak(choice) <= limit)
-    seen, _, bound = fastest_within(problem, limit, EXACTLY, kinds(problem))
+    seen, _, bound = fastest_within(problem, limit, EXACTLY, together(problem))
     assert bound <= best * (1 + 1e-9)
     assert best <= seen.cost <= bound * 1.02
 

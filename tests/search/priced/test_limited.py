@@ -3,25 +3,31 @@
 from dataclasses import replace
 from functools import cache
 from itertools import product
+from math import prod
 
 import numpy as np
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from layerwise.config import Config, SearchSpace
 from layerwise.cost.memory.step import peak_bytes
-from layerwise.cost.model import CostModel, CostOptions
+from layerwise.cost.model import Configs, CostModel, CostOptions
 from layerwise.cost.price import complete, price
 from layerwise.errors import LayerwiseError
 from layerwise.geometry.arrays import Floats
 from layerwise.graph.fuse import fuse
+from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.load import load_model
 from layerwise.machine import load
 from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.find import configurations, search
 from layerwise.search.priced.variants import OFFERS, Forms, Strategy, Variants
+from tests.cost import networks
+from tests.examples import examples
 from tests.importers.networks import chain
 
-GAP = 1.005
+GAP, SLACK = 1.005, 1 + 1e-9
 
 
 def mlp(widths: str, batch: int, optimizer: str = "adam") -> CostModel:
@@ -30,11 +36,16 @@ def mlp(widths: str, batch: int, optimizer: str = "adam") -> CostModel:
     )
 
 
+def space_of(model: CostModel, offer: tuple[str, ...]) -> Configs:
+    """All configurations of every layer, in all forms."""
+    named, devices = {name: complete(model, baseline(model, name)) for name in NAMES}, model.devices.count
+    cells = configurations(model, SearchSpace(devices), named)
+    return Variants.of(cells, Forms.of(model.graph, devices, offer)).configs
+
+
 def every(model: CostModel, offer: tuple[str, ...]) -> tuple[list[Strategy], Floats, Floats]:
     """All strategies of a model, what they cost by equation 1, and their true peaks."""
-    named = {name: complete(model, baseline(model, name)) for name in NAMES}
-    cells = configurations(model, SearchSpace(4), named)
-    space = Variants.of(cells, Forms.of(model.graph, 4, offer)).configs
+    space = space_of(model, offer)
     strategies: list[Strategy] = [dict(zip(space, these, strict=True)) for these in product(*space.values())]
     costs = [price(model, s, memory_bytes=0.0).step_time_s for s in strategies]
     return strategies, np.array(costs), np.array([peak_bytes(model, s).max() for s in strategies])
@@ -66,6 +77,39 @@ def test_at_every_capacity_the_best_that_fits_is_found(number: int, share: float
     assert found.optimum.cost_s == pytest.approx(found.best.price.step_time_s)
     prices = [] if found.within is None else [price.s_per_byte for price in found.within.prices]
     assert prices == sorted(prices, reverse=True)  # what would save most is told first
+
+
+SMALL = networks.windows() | networks.branches() | networks.sequences() | networks.views()
+SOME = [(), ("recompute",), ("shard",), OFFERS]
+
+
+@examples(25)
+@given(SMALL, st.sampled_from(SOME), st.sampled_from([2, 3]), st.floats(-0.05, 0.999))
+def test_on_any_small_network_proofs_are_those_of_all_its_strategies(
+    graph: LayerGraph, offer: tuple[str, ...], devices: int, share: float
+) -> None:
+    """Whatever the limit: what is said to fit does, bounds hold for all that fits, and what is proven is so.
+
+    How near to the best moves come is another matter: see the tests above, and `benchmarks.limits`.
+    """
+    io = "sample" if graph.batch >= devices else "free"
+    model = CostModel(fuse(graph), load("p100").device_graph(devices), CostOptions(io=io, optimizer="adam"))
+    assume(prod(map(len, space_of(model, offer).values())) <= 1500)
+    _, costs, peaks = every(model, offer)
+    assume(costs.min() > 0)
+    limit = peaks.min() + share * (peaks[costs.argmin()] - peaks.min())
+    best = float(costs[peaks <= limit].min(initial=np.inf))
+    found = search(model, SearchSpace(devices), objective="additive", memory_limit_bytes=limit, offer=offer)
+    assert found.optimum.lower_bound_s <= best * SLACK
+    if found.best.fits:
+        assert found.best.price.memory_bytes <= limit
+        assert best <= found.best.price.step_time_s * SLACK
+        assert found.best.price.step_time_s <= best * SLACK or not found.optimum.proven
+    else:
+        assert found.within is not None
+        assert found.within.lower_bound_s < np.inf or best == np.inf
+        assert found.least is not None
+        assert found.least.lower_bound_bytes <= peaks.min() <= found.least.bytes
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: CASES[number][0])
