@@ -90,7 +90,8 @@ class Inputs:
         fed = {
             layer.name: self._checked(schedule, layer.name, x) for layer, x in zip(self._layers, inputs, strict=True)
         }
-        return fed | {name: self._box(schedule, name) for name in self._constants}
+        with torch.inference_mode(False), torch.autocast("cpu", enabled=False):  # training may use the same boxes later
+            return fed | {name: self._box(schedule, name) for name in self._constants}
 
     def _box(self, schedule: Schedule, name: str) -> Tensor:
         """Returns this rank's box of a constant on the device."""

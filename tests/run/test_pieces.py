@@ -28,7 +28,7 @@ from tests.comm.thread import run_threads
 from tests.run.plans import difference, random_plan
 from tests.run.test_inference import trained
 
-KINDS = ["none", "causal", "numbers", "flags", "grouped", "no keys"]
+KINDS = ["none", "causal", "numbers", "flags", "grouped", "no keys", "least"]
 
 
 class Attend(nn.Module):
@@ -47,6 +47,8 @@ class Attend(nn.Module):
         a, b = torch.meshgrid(frame, frame, indexing="xy")
         if self.kind == "numbers":
             return torch.where(a <= b, 0, -float("inf")).to(x.dtype)[None].expand(len(x), -1, -1)[:, None]
+        if self.kind == "least":  # as transformers has it: a query that sees no key sees all of them alike
+            return torch.zeros_like(a, dtype=x.dtype).masked_fill(a >= b, torch.finfo(x.dtype).min)
         if self.kind == "flags":
             return a <= b
         return a < b if self.kind == "no keys" else None
@@ -162,5 +164,64 @@ def test_memory_falls_with_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         measured = max(run_threads(ranks, run))
         peaks.append((predicted, measured))
         if ranks > 1:  # one rank runs the model as it is written, which has more than one copy of its mask
-            assert predicted == pytest.approx(measured, rel=0.1), peaks
+            # A rank's pieces are copies until the other threads have taken them, of up to two rounds.
+            assert predicted == pytest.approx(measured, rel=0.2), peaks
     assert peaks[0][1] > 1.7 * peaks[1][1] > 2.5 * peaks[2][1], peaks
+
+
+class Shifted(nn.Module):
+    """Constants that are saved for the backward pass, one of them made for each sample, and not as a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x) * (torch.arange(x.shape[1])[:, None] * torch.arange(6)).to(x.dtype).cos()
+        return self.second(y * (torch.full(x.shape, 0.5, dtype=x.dtype) + 1))
+
+
+@pytest.mark.usefixtures("in_pieces")
+@pytest.mark.parametrize("seed", range(4))
+def test_constants_after_inference(seed: int) -> None:
+    """Boxes that are first read in inference mode are read in training later, also by batches of another size."""
+    torch.manual_seed(0)
+    model, x = Shifted().double(), torch.randn(4, 5, 6, dtype=torch.float64)
+    network = network_of(copy.deepcopy(model), (x[:2],), 4, "shifted")
+    plan = random_plan(fuse(network.graph), 2, seed, "sample", random.Random(seed).choice)
+    stepped = copy.deepcopy(model)
+    stepped(x).square().mean().backward()
+    torch.optim.SGD(stepped.parameters(), lr=1.0).step()
+
+    def run(comm: Comm) -> None:
+        module = load(plan, network, comm=comm, dtype=torch.float64)
+        with torch.inference_mode():
+            assert difference(module(x[module.share()]), model(x)[module.share()]) <= 1e-9
+        module(x[module.share()]).square().mean().backward()
+        torch.optim.SGD(module.parameters(), lr=1.0).step()
+        few = x[:2][module.share(2)]
+        assert difference(module(few), stepped(few)) <= 1e-9
+
+    run_threads(2, run)
+
+
+@pytest.mark.usefixtures("in_pieces")
+@pytest.mark.parametrize("autocast", [True, False])
+def test_large_scores_in_half_precision(autocast: bool) -> None:
+    """Scores are summed up in float32, as PyTorch's kernels do it, though what comes in has eight bits."""
+    torch.manual_seed(0)
+    x = torch.randn(1, 13, 8) * 8
+    model = Attend("numbers", 8, 13).eval()
+    x, model = (x, model) if autocast else (x.bfloat16(), model.bfloat16())
+    network = network_of(copy.deepcopy(model), (x,), 1, "half", trusted=True)
+    plan, _ = split(network, 2)
+
+    def run(comm: Comm) -> Tensor:
+        module = load(plan, network, comm=comm, dtype=x.dtype).eval()
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return module(x).clone()
+
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        expected = model(x)
+    assert all(out.dtype == expected.dtype for out in run_threads(2, run))
+    assert all(difference(out.float(), expected.float()) <= 3e-3 for out in run_threads(2, run))

@@ -132,7 +132,7 @@ class Attention(Op):
         def temporary(extents: Extents, piece: int) -> Counts:
             e = extents[..., :rank].astype(np.float64)
             scores = np.minimum(e[..., :-1].prod(-1) * piece, SCORES)
-            counted: Counts = (3 * scores + 2 * e.prod(-1) + 4 * e[..., :-1].prod(-1)) * wide
+            counted: Counts = (3 * scores + 2 * e.prod(-1) + 6 * e[..., :-1].prod(-1)) * wide
             return counted
 
         return Pieces(maps, k.shape[-2], lcm(k.units[-2], v.units[-2]), temporary)
@@ -140,7 +140,18 @@ class Attention(Op):
     def run_pieces(
         self, local: Local, inputs: Sequence[Tensor], pieces: Iterator[tuple[int, int, Sequence[Tensor]]]
     ) -> Tensor:
-        """Adds up a softmax piece by piece (online): numerators, and the logarithm of the sum of what divides them."""
+        """Adds up a softmax piece by piece (online): numerators, and their sum, both over exp of the largest score.
+
+        No logarithm of the sum is kept: beside a large score, as a mask of -1e9 leaves it, that would be rounded off.
+        """
+        import torch
+
+        with torch.autocast(inputs[0].device.type, enabled=False):  # which would round the scores
+            return self._in_pieces(local, inputs, pieces)
+
+    def _in_pieces(
+        self, local: Local, inputs: Sequence[Tensor], pieces: Iterator[tuple[int, int, Sequence[Tensor]]]
+    ) -> Tensor:
         import torch
 
         q = inputs[0]
@@ -148,7 +159,8 @@ class Attention(Op):
         wide = torch.promote_types(q.dtype, torch.float32)
         scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
         first, rows = local.cell.lo[-2], q.shape[-2]
-        total, logs = q.new_zeros(local.out.shape, dtype=wide), q.new_full(q.shape[:-1], -torch.inf, dtype=wide)
+        total, sums = q.new_zeros(local.out.shape, dtype=wide), q.new_zeros(q.shape[:-1], dtype=wide)
+        largest = torch.full_like(sums, -torch.inf)
         for lo, hi, (k, v) in pieces:
             if self.causal and lo >= first + rows:  # no query here sees these keys
                 continue
@@ -166,12 +178,15 @@ class Attention(Op):
                 if self.causal:
                     here = torch.arange(first + at, first + some.stop, device=q.device)[:, None]
                     scores.masked_fill_(torch.arange(lo, hi, device=q.device) > here, -torch.inf)
-                before = logs[..., some]
-                after = torch.logaddexp(before, scores.logsumexp(-1))
+                before = largest[..., some]
+                after = torch.maximum(before, scores.amax(-1))
                 seen = after.masked_fill(after == -torch.inf, 0.0)  # a query that sees no key yet has zeros
-                total[..., some, :].mul_((before - seen).exp_()[..., None])
-                total[..., some, :].add_(scores.sub_(seen[..., None]).exp_() @ v)
+                scores.sub_(seen[..., None]).exp_()
+                kept = (before - seen).exp_()
+                sums[..., some].mul_(kept).add_(scores.sum(-1))
+                total[..., some, :].mul_(kept[..., None]).add_(scores @ v)
                 before.copy_(after)
+        total.div_(sums.masked_fill_(sums == 0, 1.0)[..., None])
         return total.to(q.dtype)
 
     def _dropped(self, local: Local, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:

@@ -79,8 +79,15 @@ class Recipe:
 
 def stored(tensor: torch.Tensor, most: int) -> Recipe:
     """Returns the recipe that cuts boxes from a tensor."""
-    alike = tensor.dim() > 0 and (tensor.shape[0] == 1 or tensor.stride(0) == 0)
-    return Recipe(tuple(tensor.shape), most, lambda box: tensor[box.slices()], alike)
+    return Recipe(tuple(tensor.shape), most, lambda box: tensor[box.slices()], _alike(tensor))
+
+
+def _alike(tensor: torch.Tensor) -> bool:
+    """Whether all rows of a tensor are the same."""
+    if tensor.dim() == 0 or tensor.shape[0] == 1 or tensor.stride(0) == 0:
+        return tensor.dim() > 0
+    first, second = tensor[:1], tensor[1:2]
+    return torch.equal(first, second) and bool((tensor == first).all())  # the second tells most of them apart
 
 
 def recipe(node: Node, operand: Callable[[str], Recipe], most: int) -> Recipe | None:
