@@ -26,8 +26,8 @@ from layerwise.cost.timeline.simulate import timeline
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import load_model
 from layerwise.machine import load
-from layerwise.search.baselines import NAMES, baseline
-from layerwise.search.find import configurations, search
+from layerwise.search.baselines import NAMES, baseline, configurations
+from layerwise.search.find import search
 from layerwise.search.overlap.cuts import Cuts
 from layerwise.search.overlap.polish import EFFORTS, Effort
 from layerwise.search.priced.variants import Variants

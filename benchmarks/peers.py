@@ -33,9 +33,8 @@ from layerwise.graph.fuse import fuse
 from layerwise.importers.load import load_model
 from layerwise.machine import load
 from layerwise.quantities import units
-from layerwise.search.baselines import NAMES, baseline
+from layerwise.search.baselines import NAMES, baseline, configurations
 from layerwise.search.export import export_costs
-from layerwise.search.find import configurations
 from layerwise.search.solve.narrow import narrow
 
 OURS = {"alexnet": "alexnet", "resnet101": "benchmarks.common.networks:resnet101", "inception3": "inception_v3"}

@@ -29,8 +29,8 @@ from layerwise.importers.load import load_model
 from layerwise.machine import load
 from layerwise.oracle.__main__ import counts
 from layerwise.quantities import units
-from layerwise.search.baselines import NAMES, baseline
-from layerwise.search.find import configurations, search
+from layerwise.search.baselines import NAMES, baseline, configurations
+from layerwise.search.find import search
 from layerwise.search.solve.eliminate import eliminate
 from layerwise.search.solve.narrow import exact_optimum, narrow
 

@@ -36,8 +36,8 @@ from layerwise.measure.topology import find_topology
 from layerwise.plan import Plan
 from layerwise.run.load import load as load_module
 from layerwise.run.parallel import of
-from layerwise.search.baselines import NAMES, baseline
-from layerwise.search.find import candidate, configurations, search
+from layerwise.search.baselines import NAMES, baseline, configurations
+from layerwise.search.find import candidate, search
 from layerwise.search.make_plan import make_plan
 from layerwise.search.result import Candidate
 from layerwise.trace import Trace

@@ -34,7 +34,7 @@ from layerwise.comm.start import default_device
 from layerwise.errors import LayerwiseError
 from layerwise.progress import progress_bar
 from layerwise.run.parallel import ParallelModule, of, restore
-from layerwise.train.loop import Pace, least
+from layerwise.train.loop import Meetings, least
 
 BATCH = 32  # samples of all ranks together, by default
 
@@ -183,7 +183,7 @@ def fit(
         if number == signal.SIGTERM:
             sys.exit(checkpoints.STOPPED)
 
-    pace = Pace(comm)
+    meetings = Meetings(comm)
     fitted, printing = Fitted(module, built), comm.rank == 0 and options.verbose
     with checkpoints.SaveSignals(comm).taken(stop=checkpoint is not None) as signals:
         while done < epochs * each:
@@ -207,7 +207,7 @@ def fit(
                     done += 1
                     if bar is not None:
                         bar(done - first, len(batches))
-                    if pace.due() and done % each:  # after the last the scheduler steps before anything is saved
+                    if meetings.due() and done % each:  # after the last the scheduler steps before anything is saved
                         end_if_asked()
             sums, seconds = zip(*comm.all_gather_object((float(total), time.perf_counter() - began)), strict=True)
             if schedule is not None:

@@ -12,8 +12,7 @@ from layerwise.cli import MODEL_HELP, Parser, check_files, command, output_argum
 from layerwise.errors import LayerwiseError, nearest
 from layerwise.plan import as_json, load_plan
 from layerwise.report.content import Lines, Part, Report
-from layerwise.search.baselines import baselines
-from layerwise.search.find import configurations
+from layerwise.search.baselines import baselines, configurations
 from layerwise.search.rebuild import memory_limit, rebuild
 from layerwise.search.report.forms import (
     MOST,

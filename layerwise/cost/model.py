@@ -12,7 +12,7 @@ import numpy as np
 from layerwise.arguments import checked
 from layerwise.config import Config, distinct_cells
 from layerwise.cost.compute.roofline import ComputeTime, compute_time
-from layerwise.cost.node_cost import NodeCost
+from layerwise.cost.node_cost import NodeCost, NodeCosts
 from layerwise.cost.setting import MANY, Configs, CostOptions, EdgeName, Progress, Setting, Strategy
 from layerwise.cost.terms import COMPUTE, EDGE_TERMS, LAYER_TERMS, owned_share
 from layerwise.cost.transfer import busiest_device
@@ -46,24 +46,6 @@ class CostTables:
         return total + sum(float(cost[choice[u], choice[v]]) for (u, v, _), cost in self.transfer.items())
 
 
-class _NodeCosts:
-    """Node costs of one layer, by configuration, as far as they were needed."""
-
-    def __init__(self) -> None:
-        self.row: dict[Config, int] = {}
-        self._costs: list[NodeCost] = []
-
-    def add(self, configs: tuple[Config, ...], cost: NodeCost) -> None:
-        """Adds the costs of new configurations."""
-        first = sum(len(known.compute.forward) for known in self._costs)  # some may be there twice
-        self.row |= {config: first + i for i, config in enumerate(configs)}
-        self._costs = [NodeCost.joined([*self._costs, cost])]
-
-    def of(self, configs: tuple[Config, ...]) -> NodeCost:
-        """The costs of these configurations, which must be there."""
-        return self._costs[0].on(np.array([self.row[config] for config in configs], np.int64))
-
-
 @checked
 class CostModel(Setting):
     """The cost model: t_C, t_X and t_S of a network's layers and edges on a device graph.
@@ -89,7 +71,7 @@ class CostModel(Setting):
         super().__post_init__()
         if self.shares is None:
             self.shares = self.weights[0] if self.weights else ()
-        self._rows: dict[object, _NodeCosts] = {}
+        self._rows: dict[object, NodeCosts] = {}
         self._nodes: dict[object, NodeCost] = {}
         self._made: dict[object, Any] = {}
         self._edges: dict[object, dict[str, Floats]] = {}
@@ -111,7 +93,7 @@ class CostModel(Setting):
         """A layer's own costs under each configuration."""
         key = self.kind(layer), configs
         if key not in self._nodes:
-            known = self._rows.setdefault(key[0], _NodeCosts())
+            known = self._rows.setdefault(key[0], NodeCosts())
             if new := tuple(config for config in dict.fromkeys(configs) if config not in known.row):
                 known.add(new, self._node_cost(layer, new, self.graph.flows_back(layer)))
             self._nodes[key] = known.of(configs)

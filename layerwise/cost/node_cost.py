@@ -1,4 +1,4 @@
-"""NodeCost: a layer's own costs under many configurations."""
+"""NodeCost: a layer's own costs under many configurations; NodeCosts keeps those that were needed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import reduce
 
 import numpy as np
 
+from layerwise.config import Config
 from layerwise.cost.compute.roofline import ComputeTime
 from layerwise.geometry.arrays import Floats, Ints
 
@@ -48,3 +49,21 @@ class NodeCost:
 
 def _joined(times: Sequence[ComputeTime]) -> ComputeTime:
     return ComputeTime(*(np.concatenate([getattr(time, name) for time in times]) for name in COMPUTE_PARTS))
+
+
+class NodeCosts:
+    """Node costs of one layer, by configuration, as far as they were needed."""
+
+    def __init__(self) -> None:
+        self.row: dict[Config, int] = {}
+        self._costs: list[NodeCost] = []
+
+    def add(self, configs: tuple[Config, ...], cost: NodeCost) -> None:
+        """Adds the costs of new configurations."""
+        first = sum(len(known.compute.forward) for known in self._costs)  # some may be there twice
+        self.row |= {config: first + i for i, config in enumerate(configs)}
+        self._costs = [NodeCost.joined([*self._costs, cost])]
+
+    def of(self, configs: tuple[Config, ...]) -> NodeCost:
+        """The costs of these configurations, which must be there."""
+        return self._costs[0].on(np.array([self.row[config] for config in configs], np.int64))

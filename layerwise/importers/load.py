@@ -69,7 +69,7 @@ class Network:
         return self.value(self._own_name(name))
 
     def recipe(self, name: str) -> Recipe | None:
-        """What computes boxes of a large constant; None for others."""
+        """Returns the recipe that computes boxes of a large constant; None for others."""
         from layerwise.importers.torch.calls.recipes import Recipe
 
         read = self.stored.get(self._own_name(name))

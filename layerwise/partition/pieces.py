@@ -17,7 +17,7 @@ from layerwise.partition.place import Each, Place
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One piece for every device, each another one, so that no device sends to all at once."""
+    """A round of messages: every device gets a piece, each another one, so that no device sends to all at once."""
 
     bounds: tuple[tuple[int, int], ...]  # of each device's piece
     needs: Mapping[int, Each]  # by input, the box of its source

@@ -2,13 +2,15 @@
 
 A grid splits samples over P_r batch groups, and every layer's outputs over P_c parts. It is one strategy of the
 search's space, so the layer-wise optimum is never worse than the best grid. `benchmarks.grids` repeats the paper's
-study.
+study. `configurations` has what a search may choose of, the named strategies' included.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import filterfalse
 
 from layerwise.config import Config, SearchSpace, is_legal, reduce_axis
 from layerwise.cost.model import CostModel
@@ -19,7 +21,7 @@ from layerwise.graph.layer_graph import LayerGraph
 from layerwise.ops.nn.linear import Linear
 from layerwise.ops.tensor.along import Softmax
 from layerwise.partition.place import data_parallel
-from layerwise.partition.sharding import why_not_held
+from layerwise.partition.sharding import held_configurations, why_not_held
 
 NAMES = ("data", "model", "owt")
 
@@ -190,3 +192,33 @@ def _config(grid: ProcessGrid, layer: Layer) -> Config:
     total = grid.batch_groups * parts
     # Strided, so that a layer with fewer cells stays with the processes that hold its samples.
     return Config.of({"n": grid.batch_groups, "c": parts}, "strided" if 1 < total < grid.processes else "contiguous")
+
+
+def configurations(
+    model: CostModel, space: SearchSpace, named: Mapping[str, Mapping[str, Config]]
+) -> dict[str, tuple[Config, ...]]:
+    """Returns the configurations of every layer: the space's and the named strategies'; a single one for inputs, sink
+    and fixed layers.
+    """
+    result, fixed = dict[str, tuple[Config, ...]](), dict(space.fixed)
+    of_kind: dict[int, tuple[Config, ...]] = {}
+    whole = of_all_classes(model)
+    if model.graph.batch < space.replicas:
+        batch = model.graph.batch
+        raise LayerwiseError(f"a batch of {batch} is too small to give each of {space.replicas} replicas a sample")
+    for layer in model.graph.layers:
+        if layer.end:
+            result[layer.name] = (model.end_config(layer),)
+        elif layer.name in fixed:
+            space.check(fixed[layer.name], layer.space.dims, layer.name)
+            result[layer.name] = (fixed[layer.name],)
+        else:
+            kind = model.kind(layer)
+            if kind not in of_kind:
+                of_kind[kind] = held_configurations(layer, space)
+            known = of_kind[kind]
+            if layer.name in whole:
+                known = tuple(config for config in known if not cuts_classes(layer, config))
+            extra = dict.fromkeys(s[layer.name] for s in named.values())
+            result[layer.name] = known + tuple(filterfalse(frozenset(known).__contains__, extra))
+    return result

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import filterfalse
 from typing import Literal
 
 from layerwise.config import Config, SearchSpace
@@ -19,9 +18,8 @@ from layerwise.cost.price import MEASURED_ERROR, complete
 from layerwise.cost.timeline.simulate import timeline
 from layerwise.errors import LayerwiseError
 from layerwise.partition.buckets import BUCKET_BYTES, CAPS
-from layerwise.partition.sharding import held_configurations
 from layerwise.search.baselines import baselines as named_baselines
-from layerwise.search.baselines import cuts_classes, of_all_classes
+from layerwise.search.baselines import configurations
 from layerwise.search.overlap.polish import GAIN, Effort, overlapped
 from layerwise.search.priced.answers import Least, Within
 from layerwise.search.priced.limited import LimitedSearch
@@ -330,33 +328,3 @@ def candidate(
     limit = model.devices.processor.memory_bytes if memory_limit_bytes is None else memory_limit_bytes
     step = timeline(model, strategy, bucket_bytes=bucket_bytes)
     return Candidate(name, strategy, step, model, limit, bucket_bytes)
-
-
-def configurations(
-    model: CostModel, space: SearchSpace, named: Mapping[str, Mapping[str, Config]]
-) -> dict[str, tuple[Config, ...]]:
-    """The configurations of every layer: the space and the baselines'; a single one for inputs,
-    sink and fixed layers.
-    """
-    result, fixed = dict[str, tuple[Config, ...]](), dict(space.fixed)
-    of_kind: dict[int, tuple[Config, ...]] = {}
-    whole = of_all_classes(model)
-    if model.graph.batch < space.replicas:
-        batch = model.graph.batch
-        raise LayerwiseError(f"a batch of {batch} is too small to give each of {space.replicas} replicas a sample")
-    for layer in model.graph.layers:
-        if layer.end:
-            result[layer.name] = (model.end_config(layer),)
-        elif layer.name in fixed:
-            space.check(fixed[layer.name], layer.space.dims, layer.name)
-            result[layer.name] = (fixed[layer.name],)
-        else:
-            kind = model.kind(layer)
-            if kind not in of_kind:
-                of_kind[kind] = held_configurations(layer, space)
-            known = of_kind[kind]
-            if layer.name in whole:
-                known = tuple(config for config in known if not cuts_classes(layer, config))
-            extra = dict.fromkeys(s[layer.name] for s in named.values())
-            result[layer.name] = known + tuple(filterfalse(frozenset(known).__contains__, extra))
-    return result

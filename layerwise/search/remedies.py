@@ -9,8 +9,7 @@ from layerwise.config import SearchSpace
 from layerwise.cost.model import CostModel
 from layerwise.errors import LayerwiseError
 from layerwise.machine import DeviceGraph
-from layerwise.search.baselines import baselines
-from layerwise.search.find import configurations
+from layerwise.search.baselines import baselines, configurations
 from layerwise.search.priced.answers import Least
 from layerwise.search.priced.limited import LimitedSearch
 

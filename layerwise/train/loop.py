@@ -78,7 +78,7 @@ class _Local:
     seconds: float
 
 
-class Pace:
+class Meetings:
     """Says after which steps the ranks meet: about every `FLUSH_S`, and after `MOST` steps at most."""
 
     def __init__(self, comm: Comm) -> None:
@@ -126,7 +126,7 @@ class Trainer:
         `after` is called after every step with the number of steps done. Every rank must exhaust this in the same way.
         """
         waiting: list[_Local] = []
-        pace = Pace(of(self.module).comm)
+        meetings = Meetings(of(self.module).comm)
         self.done = first
         for number in range(first, steps):
             epoch, i = divmod(number, self.sampler.per_epoch)
@@ -136,7 +136,7 @@ class Trainer:
             self.done = number + 1
             if after is not None:
                 after(number + 1)
-            if pace.due() or number + 1 == steps:
+            if meetings.due() or number + 1 == steps:
                 yield from self._gather(waiting)
                 waiting = []
 

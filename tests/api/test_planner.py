@@ -17,8 +17,8 @@ from layerwise.graph.fuse import fuse
 from layerwise.importers.load import load_model
 from layerwise.machine import load, reserved_bytes
 from layerwise.plan import as_json
-from layerwise.search.baselines import NAMES, baseline
-from layerwise.search.find import configurations, search
+from layerwise.search.baselines import NAMES, baseline, configurations
+from layerwise.search.find import search
 from layerwise.search.solve.alternatives import all_alternatives
 from tests.comm.thread import run_threads
 

@@ -19,9 +19,9 @@ from layerwise.graph.fuse import fuse
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.load import load_model
 from layerwise.machine import load
-from layerwise.search.baselines import baseline
+from layerwise.search.baselines import baseline, configurations
 from layerwise.search.curve import memory_curve
-from layerwise.search.find import candidate, configurations, search
+from layerwise.search.find import candidate, search
 from layerwise.search.report.sentences import unequal_lines
 from tests.examples import examples
 from tests.importers.networks import chain, residual

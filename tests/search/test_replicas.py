@@ -9,8 +9,8 @@ from layerwise.cost.price import price
 from layerwise.errors import LayerwiseError
 from layerwise.partition.moved import transfer
 from layerwise.partition.place import input_maps, place_in
-from layerwise.search.baselines import baselines
-from layerwise.search.find import configurations, search
+from layerwise.search.baselines import baselines, configurations
+from layerwise.search.find import search
 from tests.importers.networks import chain, inception, residual
 from tests.search.test_find import model_of
 

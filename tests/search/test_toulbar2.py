@@ -12,9 +12,9 @@ from layerwise.graph.fuse import fuse
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.load import load_model
 from layerwise.machine import load
-from layerwise.search.baselines import NAMES, baseline
+from layerwise.search.baselines import NAMES, baseline, configurations
 from layerwise.search.export import export_costs
-from layerwise.search.find import configurations, search
+from layerwise.search.find import search
 from layerwise.search.solve.eliminate import eliminate
 from tests.importers.networks import chain, crossing, residual
 from tests.search.tables import exhaustive, random_tables

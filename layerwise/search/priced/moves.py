@@ -35,7 +35,7 @@ LIGHTER = 128  # of so many moves of the same layers, all rows of bytes are comp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """What moves make smaller, and what they must keep."""
+    """The goal of moves: the value that they make smaller, and the limit that they keep."""
 
     value: Callable[[Choice], float]
     guide: Callable[[Choice], Costs]  # an additive lower bound of the value, to order the moves of a choice

@@ -39,9 +39,9 @@ from layerwise.report.content import (
     filled,
 )  # fmt: skip
 from layerwise.report.figures import svg
-from layerwise.search.baselines import baselines
+from layerwise.search.baselines import baselines, configurations
 from layerwise.search.curve import Point
-from layerwise.search.find import candidate, configurations
+from layerwise.search.find import candidate
 from layerwise.search.plot import step
 from layerwise.search.plot.structure import strategy
 from layerwise.search.report.forms import alternatives_table, limit_of

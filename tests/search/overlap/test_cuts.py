@@ -20,8 +20,8 @@ from layerwise.importers.load import load_model
 from layerwise.machine import load
 from layerwise.partition.buckets import CAPS
 from layerwise.program import StepKind
-from layerwise.search.baselines import NAMES, baseline
-from layerwise.search.find import configurations, search
+from layerwise.search.baselines import NAMES, baseline, configurations
+from layerwise.search.find import search
 from layerwise.search.overlap.cuts import Cuts
 from layerwise.search.overlap.polish import EFFORTS, overlapped
 from layerwise.search.priced.variants import OFFERS, Forms, Variants

@@ -20,8 +20,8 @@ from layerwise.graph.fuse import fuse
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.load import load_model
 from layerwise.machine import load
-from layerwise.search.baselines import NAMES, baseline
-from layerwise.search.find import configurations, search
+from layerwise.search.baselines import NAMES, baseline, configurations
+from layerwise.search.find import search
 from layerwise.search.priced.variants import OFFERS, Forms, Strategy, Variants
 from tests.cost import networks
 from tests.examples import examples

@@ -18,8 +18,7 @@ from layerwise.graph.fuse import fuse
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.machine import DeviceGraph, load
 from layerwise.partition.sharding import held_configurations
-from layerwise.search.baselines import NAMES, baseline
-from layerwise.search.find import configurations
+from layerwise.search.baselines import NAMES, baseline, configurations
 from layerwise.search.solve import narrow as module
 from layerwise.search.solve.eliminate import eliminate
 from layerwise.search.solve.narrow import (

@@ -84,7 +84,7 @@ class Constants:
         return array
 
     def recipe(self, name: str) -> Recipe | None:
-        """What computes boxes of a large constant; None for others, and where there is a box by box no better."""
+        """Returns the recipe that computes boxes of a large constant; None for others, and for those stored in full."""
         if name in self._recipes:
             return self._recipes[name]
         tensor = self._tensors.get(name)
