@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING
@@ -18,15 +18,13 @@ from layerwise.importers.built_in import SAMPLES, written_graph
 from layerwise.importers.named_code import called
 from layerwise.importers.with_loss import parted, with_loss
 from layerwise.models import find, names
-from layerwise.ops.base import Role
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
     from layerwise.importers.torch.calls.recipes import Recipe
-    from layerwise.importers.torch.read.arguments import Arguments, Call, OutputStructure
-    from layerwise.importers.torch.trace import Imported
+    from layerwise.importers.torch.read.arguments import Arguments, OutputStructure
 
 HELP = (
     f"{', '.join(names())}, mlp:1024x2048x10 (any widths), cosmoflow:256, unet3d:64 (any cube), each with +ce, "
@@ -114,18 +112,16 @@ def load_network(
     if names_code(spec):
         network, inputs = called(spec, input_shape)
         with refused():
-            made = network_of(network, inputs, batch, spec.partition(":")[2])
-            return made if dtype is None else with_constants(made, inputs, {}, dtype)
+            own = network_of(network, inputs, batch, spec.partition(":")[2])
+            return own if dtype is None else with_constants(own, inputs, {}, dtype)
     if input_shape is not None:
         raise LayerwiseError(f"model {spec!r} has its own input shape: --input-shape is for package.module:callable")
     if suffix == ".onnx":
-        from layerwise.importers.onnx.from_onnx import from_onnx, load_onnx_weights
+        from layerwise.importers.onnx.from_onnx import import_onnx
 
-        weights = cache(load_onnx_weights)  # read when the first value is asked for
-        graph = from_onnx(spec, batch=batch)
-        keys = {name: name for name in _names(graph)}
-        constants = [layer.name for layer in graph.layers if layer.role is Role.CONSTANT]
-        return Network(graph, {n: (lambda n=n: weights(spec).get(n)) for n in (*keys, *constants)}, keys)  # type: ignore[misc]
+        made = import_onnx(spec, batch)
+        keys = {name: name for layer in made.graph.layers for name, _ in layer.own_parameters()}
+        return Network(made.graph, {name: value.read for name, value in made.values.items()}, keys)
     if suffix in PICKLED:
         raise LayerwiseError(
             f"model {spec!r} is a file that PyTorch would unpickle, which can run its author's code, so layerwise does "
@@ -202,11 +198,18 @@ def network_of(
     """
     import torch
 
+    from layerwise.importers.torch.batches import import_as_called, import_for_batches, import_once
     from layerwise.importers.torch.calls.constants import Missing
     from layerwise.importers.torch.calls.recipes import Recipe
 
+    call = tuple(examples), dict(kwargs or {})
     with IMPORTING:
-        imported = traced(module, (tuple(examples), dict(kwargs or {})), name, trusted, shared, together, as_called)
+        if as_called:
+            imported = import_as_called(module, call, name)
+        elif trusted:
+            imported = import_once(module, call, name, shared)
+        else:
+            imported = import_for_batches(module, call, name, shared, together=together)
     fed = imported.fed
     tensors = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     made = network_with(imported.graph, imported.stored, tensors, module.state_dict(keep_vars=True), batch)
@@ -234,6 +237,7 @@ def with_constants(
     import torch
     from torch.utils import _pytree as pytree
 
+    from layerwise.importers.torch.batches import import_once
     from layerwise.importers.torch.calls.recipes import Recipe
 
     own: torch.dtype = getattr(torch, network.graph.dtype)
@@ -261,7 +265,7 @@ def with_constants(
         torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, (tuple(examples), dict(kwargs))
     )
     with IMPORTING:
-        wide = traced(module, call, "", trusted=True, shared=network.shared).stored
+        wide = import_once(module, call, "", network.shared).stored
     values: dict[str, torch.Tensor] = {}
     large: dict[str, Callable[[], object]] = {}
     for name, value in computed.items():
@@ -301,24 +305,6 @@ def network_with(
     return Network(graph if batch is None else graph.rebatch(batch), values, keys)
 
 
-def traced(
-    module: nn.Module,
-    call: Call,
-    name: str,
-    trusted: bool,
-    shared: Collection[str] | None = None,
-    together: bool = False,
-    as_called: bool = False,
-) -> Imported:
-    """The layers that the module's code computes; the only values are constants."""
-    from layerwise.importers.torch.batches import import_as_called, import_for_batches, import_once
-
-    if as_called:
-        return import_as_called(module, call, name)
-    make = import_once if trusted else partial(import_for_batches, together=together)
-    return make(module, call, name, shared=shared)
-
-
 @contextlib.contextmanager
 def refused() -> Iterator[None]:
     """A context that adds to every LayerwiseError what can run the model instead."""
@@ -326,8 +312,3 @@ def refused() -> Iterator[None]:
         yield
     except LayerwiseError as why:
         raise LayerwiseError(f"{str(why).rstrip('.')}; DistributedDataParallel can run it") from why
-
-
-def _names(graph: LayerGraph) -> list[str]:
-    """The parameters and buffers of a graph, tied ones included."""
-    return [name for layer in graph.layers for name, _ in layer.own_parameters()]

@@ -144,9 +144,7 @@ def axis(call: Call, name: str = "dim") -> int:
 
 
 def gathered(x: Operand, dim: int, index: Operand) -> Tensor:
-    """x at positions of a dimension: joined slices if constant positions form few pieces; an embedding lookup for rows
-    of a table of parameters.
-    """
+    """x at positions of a dimension: a few joined slices, a lookup in a table of parameters, or a `Take`."""
     if x.role == "parameter" and len(x.shape) == 2 and dim == 0 and index.spec.dtype != "bool" and not x.transposed:
         wraps = index.value is None or bool((np.asarray(index.value, np.int64) < 0).any())
         return Built(Embedding(x.shape[0], x.shape[1], x.spec.dtype, wraps=wraps), (index,), (x,))

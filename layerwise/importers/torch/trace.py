@@ -19,9 +19,7 @@ from torch.export import ExportedProgram
 
 from layerwise.errors import LayerwiseError, first_line
 from layerwise.graph.layer_graph import LayerGraph
-from layerwise.importers.torch.exported import read_program
-from layerwise.importers.torch.patterns import rewrite
-from layerwise.importers.torch.program import Stored, build_graph
+from layerwise.importers.torch.program import Stored, import_program
 from layerwise.importers.torch.read.arguments import Arguments, Call, OutputStructure, structure_of
 from layerwise.importers.torch.read.effects import (
     Numbers,
@@ -79,17 +77,14 @@ def import_module(
 ) -> Imported:
     """Traces a module with the call's number of samples.
 
-    after: an earlier call, which has changed numbers. fixed: as `build_graph` has it.
+    after: an earlier call, which has changed numbers. fixed: as `import_program` has it.
     """
-    known = numbers(model)
-    try:
+    with unchanged(model):
         if after is not None:
             put_back(model, after.after)
         before = numbers(model)
         exported, effects = _export(model, *call, name)
-    finally:
-        put_back(model, known)
-    graph, stored = build_graph(rewrite(read_program(exported, name)), name, fixed=fixed)
+    graph, stored = import_program(exported, name, fixed=fixed)
     structure = structure_of(exported, len(graph.layers[-1].inputs))
     arguments = Arguments.of(model, exported, graph.batch)
     graph = replace(graph, unseen=(*graph.unseen, *effects.found))
@@ -121,7 +116,6 @@ def _export(
             warnings.catch_warnings(action="ignore"),
             redirect_stderr(cast("IO[str]", _Unprinted())),  # a half-traced graph
             effects.on(model),
-            unchanged(model),
             _all_on_meta(model),
         ):
             configure(model)
@@ -151,9 +145,7 @@ class _Unprinted:
 
 @contextmanager
 def _all_on_meta(model: nn.Module) -> Iterator[None]:
-    """A context that, if some tensors are on the meta device, replaces the others by stand-ins that
-    know their values.
-    """
+    """A context in which, if some tensors are on the meta device, stand-ins that know the values replace the others."""
     tensors = [*model.parameters(), *model.buffers()]
     made: dict[int, torch.Tensor] = {}
     swapped: list[tuple[dict[str, Any], str, torch.Tensor]] = []

@@ -63,9 +63,7 @@ def last(worked: int) -> Row:
 
 
 def first(free: int, rank: int) -> Row:
-    """The first dimensions of tensors of that rank are free: samples, or samples and channels; other tensors are
-    tables.
-    """
+    """The first dimensions (samples, channels) of tensors of that rank are free; other tensors are tables."""
 
     def row(call: Call, out: Shape) -> Free:
         if len(call.tensors[0].shape) != rank:
