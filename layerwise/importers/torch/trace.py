@@ -7,7 +7,7 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from threading import get_ident
@@ -49,18 +49,13 @@ class Imported:
     stored: Stored
     structure: OutputStructure | None  # see `structure_of`
     arguments: Arguments  # how it was called
-    before: Numbers  # its attributes that are numbers, and their values after the call
-    after: Numbers
+    after: Numbers = field(default_factory=dict)  # its attributes that are numbers, as the call leaves them
+    changed: tuple[str, ...] = ()  # a phrase for each of them that the call changes
     unproven: str | None = None  # why its layers were not run beside it
     inputs_without_gradient: str | None = None  # why gradients of inputs differ from the module's
     fed: Fed | None = None  # which inputs have samples
     called: frozenset[str] = frozenset()  # paths of the leaf modules that it calls
     written: frozenset[str] = frozenset()  # paths of module attributes that it sets or changes
-
-    @property
-    def changed(self) -> tuple[str, ...]:
-        """A phrase for each attribute that its call changes."""
-        return changed(self.before, self.after)
 
     def rebatch(self, batch: int) -> Imported:
         """The same module at another number of samples."""
@@ -88,8 +83,10 @@ def import_module(
     structure = structure_of(exported, len(graph.layers[-1].inputs))
     arguments = Arguments.of(model, exported, graph.batch)
     graph = replace(graph, unseen=(*graph.unseen, *effects.found))
-    called, written = frozenset(effects.called), frozenset(effects.written)
-    return Imported(graph, stored, structure, arguments, before, effects.numbers, called=called, written=written)
+    return Imported(
+        graph, stored, structure, arguments, effects.numbers, changed(before, effects.numbers),
+        called=frozenset(effects.called), written=frozenset(effects.written),
+    )  # fmt: skip
 
 
 def _export(
