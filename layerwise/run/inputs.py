@@ -84,9 +84,7 @@ class Inputs:
         return names
 
     def fed(self, schedule: Schedule, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Returns each layer's box on the device, constants included. Raises LayerwiseError for a
-        wrong shape or type.
-        """
+        """Returns each layer's box on the device, constants too. Raises LayerwiseError for a wrong shape or type."""
         fed = {
             layer.name: self._checked(schedule, layer.name, x) for layer, x in zip(self._layers, inputs, strict=True)
         }

@@ -201,7 +201,7 @@ def test_a_segment_has_all_that_does_not_communicate(kind: str) -> None:
 
     def rank(module: ParallelModule) -> list[list[str]]:
         schedule = module.rank_schedule
-        found = segments(schedule, training=True)
+        found = segments(schedule, QUICK, training=True)
         inside = [scheduled for segment in found for scheduled in segment.layers]
         assert len({s.layer.name for s in inside}) == len(inside)
         for segment in found:

@@ -103,9 +103,7 @@ class DataRun(Run):
         self._reducer = GradientReducer({}, [], {}) if self._averaged is None else self._averaged.reducer
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Returns the model's outputs for this rank's samples. batch: all ranks' samples, if ranks feed different
-        numbers.
-        """
+        """Returns the outputs for this rank's samples. batch: all ranks' samples, if ranks feed different numbers."""
         if self._calls.forward is not None:  # the model calls itself
             return self._own(*inputs, **named)
         if self.plain and "batch" not in named:
@@ -201,9 +199,7 @@ class DataRun(Run):
         return torch.autocast(self.runtime_options.device.type, self.runtime_options.autocast)
 
     def _scale(self, call: ModelCall) -> float:
-        """Returns the factor of the outputs' gradients: their mean over the ranks is then the gradient of the full
-        loss.
-        """
+        """Returns the factor of the outputs' gradients, whose mean over the ranks is then the full loss's."""
         return 1.0 if self.comm.size == 1 else factors(self.layer_graph, call.samples / call.total)[0] * self.comm.size
 
     def _entering(self, x: Tensor, call: ModelCall) -> Tensor:
@@ -277,9 +273,7 @@ class DataRun(Run):
         self._average()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads into the user's module; raises LayerwiseError where PyTorch raises RuntimeError. assign: on one device
-        only.
-        """
+        """Loads into the user's module. Raises LayerwiseError, not RuntimeError. assign: on one device only."""
         if assign and self.comm.size > 1:
             raise LayerwiseError("load_state_dict(assign=True) would replace the parameters: pass assign=False")
         return self._state.load(state_dict, strict=strict, assign=assign)

@@ -48,9 +48,7 @@ class Pass:
         places: Iterable[int],
         at_backward: Callable[..., Sequence[Tensor] | None] | None = None,
     ) -> None:
-        """Makes the token wait, in the backward pass, for the gradients of these `tensors`, which it replaces in the
-        list.
-        """
+        """Makes the token wait for these `tensors`' gradients in the backward pass; replaces them in the list."""
         chosen = {i: x for i in places if (x := tensors[i]) is not None and x.requires_grad}
         self.token, *marked = ordered(self.token, *chosen.values(), at_backward=at_backward)
         for i, x in zip(chosen, marked, strict=True):
@@ -74,7 +72,6 @@ class Pass:
         try:
             with self.autocast(scheduled):
                 out = scheduled.work.run(
-                    self.comm,
                     all_there(inputs),
                     all_there(parameters),
                     training=self.training,

@@ -45,9 +45,7 @@ class WorkingParameters:
         scale: float,
         gradients: Callable[[], Gradients],
     ) -> None:
-        """boxes: that ranks compute with. shared_out: shardings and states. gradients: a method that returns this
-        pass's.
-        """
+        """boxes: that ranks compute with. shared_out: shardings and states. gradients: a method that returns them."""
         self._state, self._comm, self._graph = state, state.comm, schedule.graph
         self._gradients = WeakMethod(gradients)  # the method's owner owns this
         owners = {name: layer.name for layer in self._graph.layers for name, _ in layer.own_parameters()}

@@ -32,9 +32,7 @@ COLUMNS = 4  # numbers a rank tells for each set of ranks
 
 
 def hardware() -> int:
-    """Returns a number for this process's hardware: ranks with equal numbers compute the same bits
-    from the same input.
-    """
+    """Returns a number for this process's hardware: where it is equal, the same input gives the same bits."""
     used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     gpu = torch.cuda.get_device_name() if used else ""
     capability, threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()

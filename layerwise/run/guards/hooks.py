@@ -90,9 +90,7 @@ class OutsideGradients:
         self._seen = _written(p)
 
     def __call__(self, p: nn.Parameter) -> None:
-        """Moves the gradient to the parameter's device. Raises LayerwiseError if a hook or a sum
-        would count it twice.
-        """
+        """Moves the gradient to the parameter's device. Raises LayerwiseError if it would be counted twice."""
         seen, self._seen = self._seen, None
         if p.grad is None or _written(p) == seen:
             return
@@ -246,9 +244,7 @@ def check_transforms() -> None:
 
 
 def check_around(parameters: Iterable[nn.Parameter]) -> None:
-    """Raises LayerwiseError if DistributedDataParallel wraps a module that holds this one and averages the same
-    gradients.
-    """
+    """Raises LayerwiseError if a DistributedDataParallel around this module would average its gradients again."""
     around = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
     if around is None:
         return

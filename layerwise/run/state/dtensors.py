@@ -57,9 +57,7 @@ def placement(each: Each, shape: tuple[int, ...], order: Sequence[int]) -> Place
 
 
 def _placements(ranks: Ranks, each: Each) -> tuple[Placement, ...] | None:
-    """Returns, by axis, a shard of the dimension in which the last box differs from the first; None
-    if several differ.
-    """
+    """Returns, by axis, a shard of the dimension in which its last box differs from the first; None if several do."""
     first, placements = each[int(ranks.flat[0])], list[Placement]()
     for axis in range(ranks.ndim):
         last = each[int(ranks[tuple(-1 if i == axis else 0 for i in range(ranks.ndim))])]

@@ -154,9 +154,7 @@ class PlanDTensor(DTensor, metaclass=_Kind):
         )
 
     def bring(self, gradient: Tensor) -> Tensor:
-        """Returns a gradient placed like this tensor; `gradient` may be plain and full, as some autograd formulas
-        return.
-        """
+        """Returns a gradient placed like this tensor; `gradient` may be plain and full, as some formulas return it."""
         full = everywhere(gradient) if isinstance(gradient, DTensor) else gradient
         return like(self, shard_of(full, self).contiguous())
 
@@ -257,9 +255,7 @@ def _followed(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> A
 
 
 def _shard_of(rank: int, tensor: DTensor) -> DTensor:
-    """Returns a shard that rank `rank` has pickled. Raises LayerwiseError on another rank, which would use it as its
-    own.
-    """
+    """Returns a shard that rank `rank` has pickled. Raises LayerwiseError on another rank, whose it is not."""
     if torch.distributed.is_initialized() and torch.distributed.get_rank() == rank:
         return tensor
     raise LayerwiseError(
