@@ -183,13 +183,3 @@ def test_checkpoint_around_the_module_is_refused_at_once(reentrant: bool) -> Non
     for degrees in (CUT, {"n": 2}):
         for text in refused(network, act, 2, plan_of(network, 2, degrees)):
             assert text.startswith("torch.utils.checkpoint around the parallel model is not supported")
-
-
-def test_values_may_be_loaded_before_the_first_step() -> None:
-    _, network = mlp()
-
-    def given(made: ParallelModule) -> None:
-        made.load_state_dict({name: value * 2 for name, value in made.full_state_dict().items()})
-        step(made)
-
-    on_ranks(network, given, 2, plan_of(network, 2, CUT))
