@@ -82,18 +82,12 @@ def test_one_rank_is_plain_pytorch(name: str) -> None:
         assert value.shape == single.state[key].shape
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))  # more of them, some recomputed: test_recompute
 def test_tied_weights_dropout_and_odd_sizes(seed: int) -> None:
     given, single = trained_alone("awkward")
     ranks = 2 + seed % 3
     plan = random_plan(given.graph, ranks, seed, "sample")
-    options = {"checkpoint_activations": seed % 2 == 0}
-    trained = run_threads(ranks, lambda comm: train(given, plan, comm, **options))
-    if options["checkpoint_activations"]:  # what is computed again is sent again
-        for rank in trained:
-            rank.sent = dict.fromkeys(rank.sent, 0)
-        plan.predicted.update(dict.fromkeys(plan.predicted, 0))
-    check_equal(trained, single, plan)
+    check_equal(run_threads(ranks, lambda comm: train(given, plan, comm)), single, plan)
 
 
 class Instances(nn.Module):

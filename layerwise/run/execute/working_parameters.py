@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
-from weakref import WeakMethod, ref
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from layerwise.run.execute.buckets import shard_layout
 from layerwise.run.execute.gathers import Gathers
 from layerwise.run.execute.reducer import GradientReducer, Gradients
 from layerwise.run.execute.unused import Unused
-from layerwise.run.guards.hooks import check_parameters
+from layerwise.run.guards.hooks import check_parameters, hook_of
 from layerwise.run.local_tensor import local_tensor
 from layerwise.run.schedule.schedule import Schedule
 from layerwise.run.state.state import State
@@ -118,8 +117,7 @@ class WorkingParameters:
         if name in self.layouts:
             leaf = leaf.new_empty(self.layouts[name].shape)
         leaf.requires_grad_()
-        # The hook must not hold the leaf's owner: garbage collection could not see the cycle.
-        leaf.register_post_accumulate_grad_hook(partial(_made, ref(self), name))  # type: ignore[no-untyped-call]
+        leaf.register_post_accumulate_grad_hook(hook_of(self, name))  # type: ignore[no-untyped-call]
         return leaf
 
     def made(self, name: str, leaf: Tensor) -> None:
@@ -139,9 +137,3 @@ class WorkingParameters:
                 gradients.absent(name)
             else:
                 gradients.add(name, gradient)
-
-
-def _made(working: ref[WorkingParameters], name: str, leaf: Tensor) -> None:
-    owner = working()
-    if owner is not None:  # a graph that is being differentiated may outlive the owner
-        owner.made(name, leaf)

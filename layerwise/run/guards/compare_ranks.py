@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import platform
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -113,7 +113,7 @@ class RankComparison:
         made_by = np.array([row[1] for row in told])
         for first, groups in zip(range(2, 2 + COLUMNS * len(self._sets), COLUMNS), self._sets, strict=True):
             rows = np.array([row[first : first + COLUMNS] for row in told], np.int64)
-            for group in _once(groups):
+            for group in dict.fromkeys(group for group in groups if len(group) > 1):
                 digests, (total, rounding, change) = rows[list(group), 0], rows[list(group), 1:].view(np.float64).T
                 allowed = np.maximum.outer(rounding, rounding) + np.maximum.outer(change, change)
                 close = np.abs(np.subtract.outer(total, total)) <= allowed
@@ -133,7 +133,3 @@ class RankComparison:
                 "step. Run the same loop on every rank; if ranks are meant to differ, pass "
                 "ParallelOptions(compare_ranks=False)"
             )
-
-
-def _once(groups: Sequence[Group]) -> Iterator[Group]:
-    yield from (group for group in dict.fromkeys(groups) if len(group) > 1)

@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -266,12 +265,6 @@ def _shard_of(rank: int, tensor: DTensor) -> DTensor:
 
 
 torch.serialization.add_safe_globals([_shard_of])  # PyTorch does the same for its own DTensors
-
-
-def wrap(local: Tensor, spec: DTensorSpec) -> PlanDTensor:
-    """Returns the DTensor of this local tensor, built as FSDP2 does; `from_local` would go through autograd."""
-    dtensor: PlanDTensor = PlanDTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
-    return dtensor
 
 
 def _put(p: Tensor, where: Any, value: Any) -> None:
