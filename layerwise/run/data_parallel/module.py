@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
@@ -28,7 +29,7 @@ from layerwise.run.batch import Batch
 from layerwise.run.compiling import compile_with, limits
 from layerwise.run.data_parallel.calls import Calls, FedSamples, ModelCall
 from layerwise.run.data_parallel.gradients import AveragedParameters
-from layerwise.run.data_parallel.module_spans import ModuleSpans
+from layerwise.run.data_parallel.module_spans import follow
 from layerwise.run.data_parallel.replaced_modules import GlobalBatchNorm, replaced_modules
 from layerwise.run.data_parallel.replacements import Replacements
 from layerwise.run.execute.autograd import factors
@@ -72,7 +73,7 @@ class DataRun(Run):
         self._calls, self._replacements, self._keys, self.arguments = Calls(), replacements, keys, arguments
         self._state = ModelState(keys, graph, module, comm)
         self._schedule: Schedule | None = None
-        self._module_spans: ModuleSpans | None = None
+        self._span_hooks: list[RemovableHandle] = []
         self._replaced = list(replaced_modules(module, replacements, self._calls, comm))
         self._norms = [replaced for replaced in self._replaced if type(replaced) is GlobalBatchNorm]
         self._samples = FedSamples(graph, arguments)
@@ -261,11 +262,10 @@ class DataRun(Run):
         return self._schedule
 
     def _traced(self) -> None:
-        if self._module_spans is not None:
-            self._module_spans.remove()
-        self._module_spans = None
-        if self.trace is not None and self.runtime_options.compile is None:  # a compiled model hides its layers
-            self._module_spans = ModuleSpans(self.model, self.layer_graph, self.trace)
+        for hook in self._span_hooks:
+            hook.remove()
+        trace = self.trace if self.runtime_options.compile is None else None  # a compiled model hides its layers
+        self._span_hooks = [] if trace is None else follow(self.model, self.layer_graph, trace)
 
     def apply_to_tensors(self, fn: Callable[[Tensor], Tensor]) -> None:
         self._note_device(fn)

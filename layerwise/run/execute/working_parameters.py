@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 from weakref import WeakMethod
 
 import torch
@@ -15,7 +14,7 @@ from layerwise.partition.groups import sharing
 from layerwise.partition.place import Each
 from layerwise.partition.sharding import Sharding
 from layerwise.run.execute.buckets import shard_layout
-from layerwise.run.execute.gathers import Gathers
+from layerwise.run.execute.gathers import GatheredParameters, Gathers, LayerGathers
 from layerwise.run.execute.reducer import GradientReducer, Gradients
 from layerwise.run.execute.unused import Unused
 from layerwise.run.guards.hooks import check_parameters, hook_of
@@ -91,7 +90,7 @@ class WorkingParameters:
             self._tensors = tensors
         return self._tensors
 
-    def begin(self, constants: Mapping[str, Tensor]) -> tuple[Any, Any]:
+    def begin(self, constants: Mapping[str, Tensor]) -> tuple[GatheredParameters, Mapping[str, LayerGathers]]:
         """Begins a forward pass. Returns the tensors it computes with, and the gathers of layers."""
         tensors = {**self.now(), **constants}
         return self._gathers.begin(tensors), self._gathers.of_layers
