@@ -14,7 +14,7 @@ from torch import Tensor
 
 from layerwise.comm.base import Comm, CommError
 from layerwise.comm.together import agree
-from layerwise.errors import LayerwiseError
+from layerwise.errors import LayerwiseError, foreign
 from layerwise.files import JSON
 from layerwise.geometry import Box
 from layerwise.inference.blend import Blend, slab
@@ -24,7 +24,7 @@ from layerwise.partition.place import Each
 from layerwise.run.parallel import ParallelModule, of
 from layerwise.run.shapes import Sized, Sizes
 from layerwise.train.session import ON_CPU
-from layerwise.volumes.sources import SampleRegion, foreign
+from layerwise.volumes.sources import SampleRegion
 
 MULTIPLES = (1, 2, 4, 8, 16, 32, 64)  # of extents, which networks with strides require
 Reduce = Literal["argmax", "softmax", "sigmoid"] | Callable[[Tensor], Tensor]

@@ -22,11 +22,11 @@ from torch import Tensor
 
 from layerwise.comm.base import Comm
 from layerwise.comm.together import agree, alone
-from layerwise.errors import LayerwiseError
+from layerwise.errors import LayerwiseError, foreign
 from layerwise.geometry import Box
 from layerwise.inference.blend import move
 from layerwise.partition.place import Each
-from layerwise.volumes.sources import foreign, mapped
+from layerwise.volumes.sources import mapped
 
 LEAST_CHUNK = 16  # the least positions along a dimension of a Zarr chunk, to avoid many small files
 MOST_CHUNK = 128

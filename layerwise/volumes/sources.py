@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +14,7 @@ import numpy as np
 from numpy.lib.format import MAGIC_PREFIX
 from numpy.typing import NDArray
 
-from layerwise.errors import LayerwiseError
+from layerwise.errors import LayerwiseError, first_line, foreign
 from layerwise.geometry import Box
 
 Array = NDArray[Any]
@@ -23,20 +22,6 @@ Slices = tuple[slice, ...]
 Reader = Callable[[int, Slices], Array]
 PARSING = threading.Lock()  # CPython 3.11 fails if two threads parse literals, such as a .npy file's header
 KINDS = ".npy, .zarr, .nii, .nii.gz, .h5::name or .hdf5::name"
-
-
-@contextmanager
-def foreign(what: str) -> Iterator[None]:
-    """Returns a context that turns errors of user code or of file libraries into a LayerwiseError.
-
-    It catches all classes, as a parser may raise anything for a damaged file. `what`: what failed.
-    """
-    try:
-        yield
-    except LayerwiseError:
-        raise
-    except Exception as error:
-        raise LayerwiseError(f"{what}: {in_a_line(error)}") from error
 
 
 class StackedArray:
@@ -144,7 +129,9 @@ class Computed:
         try:
             return np.asarray(self.reader(index, slices))
         except Exception as error:  # the user's own code
-            message = f"{self.where}, sample {index}: its function raised {type(error).__name__}: {in_a_line(error)}"
+            message = (
+                f"{self.where}, sample {index}: its function raised {type(error).__name__}: {first_line(error, 200)}"
+            )
             raise LayerwiseError(message) from error
 
     def file(self, index: int) -> str | None:
@@ -274,8 +261,3 @@ class _Nifti:
         if self.channels:
             return np.moveaxis(np.asarray(self.proxy[(*rest, first)]), -1, 0)
         return np.asarray(self.proxy[tuple(rest)])[None][first]
-
-
-def in_a_line(error: BaseException) -> str:
-    """The first 200 characters of an error on one line; its class if it has no message."""
-    return " ".join(str(error).split())[:200] or type(error).__name__
