@@ -25,12 +25,27 @@ KINDS = ".npy, .zarr, .nii, .nii.gz, .h5::name or .hdf5::name"
 
 
 class StackedArray:
-    """An array (samples, ...): numpy's, possibly memory-mapped, h5py's or zarr's. `where` names it in errors."""
+    """An array (samples, ...): numpy's, possibly memory-mapped, h5py's or zarr's, or a file of one.
 
-    def __init__(self, array: Any, where: str) -> None:
-        self.array, self.where = array, where
-        if len(array.shape) < 1:
-            raise LayerwiseError(f"{where} has no sample dimension")
+    `where` names it in errors. Every process opens the file by itself, as processes cannot share an open one.
+    """
+
+    def __init__(self, value: Any, where: str) -> None:
+        self.path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+        self.where = where if self.path is None else f"file {self.path!r}"
+        self._array, self._process = value, None if self.path is None else 0
+        if len(self.array.shape) < 1:
+            raise LayerwiseError(f"{self.where} has no sample dimension")
+
+    @property
+    def array(self) -> Any:
+        """The array; a file's is opened at the first use in a process."""
+        if self.path is not None and self._process != os.getpid():
+            self._array, self._process = _open(self.path), os.getpid()
+        return self._array
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) if self.path is None else {**vars(self), "_array": None, "_process": 0}
 
     def __len__(self) -> int:
         return int(self.array.shape[0])
@@ -46,36 +61,7 @@ class StackedArray:
 
     def file(self, index: int) -> str | None:
         """Returns the file of a sample, for error messages."""
-        return None
-
-
-class File:
-    """A file with a stacked array, opened by every process that reads it: they cannot share one."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self._opened: tuple[int, StackedArray] | None = None  # and the process that opened it
-        self._stacked()
-
-    def __len__(self) -> int:
-        return len(self._stacked())
-
-    def shape(self, index: int) -> tuple[int, ...]:
-        return self._stacked().shape(index)
-
-    def read(self, index: int, slices: Slices) -> Array:
-        return self._stacked().read(index, slices)
-
-    def file(self, index: int) -> str | None:
         return self.path
-
-    def _stacked(self) -> StackedArray:
-        if self._opened is None or self._opened[0] != os.getpid():
-            self._opened = os.getpid(), StackedArray(_open(self.path), f"file {self.path!r}")
-        return self._opened[1]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path, "_opened": None}
 
 
 class SeparateSamples:
@@ -179,14 +165,12 @@ class SampleRegion:
         return self.box.lo[dim] + s.start, self.box.lo[dim] + s.stop
 
 
-SampleSource = StackedArray | File | SeparateSamples | Computed | SampleRegion
+SampleSource = StackedArray | SeparateSamples | Computed | SampleRegion
 
 
 def source_of(value: object, name: str, samples: int | None, shape: tuple[int, ...]) -> SampleSource:
     """The user's source for input `name`. samples, shape: for a function. Raises LayerwiseError for other values."""
-    if isinstance(value, str | os.PathLike):
-        return File(os.fspath(value))
-    if hasattr(value, "shape") and hasattr(value, "__getitem__"):
+    if isinstance(value, str | os.PathLike) or (hasattr(value, "shape") and hasattr(value, "__getitem__")):
         return StackedArray(value, f"input {name!r}")
     if isinstance(value, Sequence) and len(value):
         return SeparateSamples(value, f"input {name!r}")
