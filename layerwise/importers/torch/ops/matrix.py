@@ -70,14 +70,8 @@ def standardised(x: Operand, eps: float, weight: Argument, bias: Argument) -> Te
     made: Built = Built(Binary("mul"), (away, Built(Unary("rsqrt"), (shifted,))))
     shape = (1, x.shape[1], *(1,) * (len(x.shape) - 2))
     if isinstance(weight, Operand):
-        made = binary("mul", made, _as(weight, shape))
-    return made if not isinstance(bias, Operand) else binary("add", made, _as(bias, shape))
-
-
-def _as(x: Operand, shape: tuple[int, ...]) -> Operand | Built:
-    made = reshaped(x, shape)
-    assert isinstance(made, (Operand, Built))
-    return made
+        made = binary("mul", made, reshaped(weight, shape))
+    return made if not isinstance(bias, Operand) else binary("add", made, reshaped(bias, shape))
 
 
 MATRICES: Table = (
