@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from layerwise.importers.torch.calls.recipes import Recipe
-    from layerwise.importers.torch.read.arguments import Arguments, OutputStructure
+    from layerwise.importers.torch.read.arguments import Arguments, Call, OutputStructure
+    from layerwise.importers.torch.trace import Imported
 
 HELP = (
     f"{', '.join(names())}, mlp:1024x2048x10 (any widths), cosmoflow:256, unet3d:64 (any cube), each with +ce, "
@@ -198,18 +199,11 @@ def network_of(
     """
     import torch
 
-    from layerwise.importers.torch.batches import import_as_called, import_for_batches, import_once
     from layerwise.importers.torch.calls.constants import Missing
     from layerwise.importers.torch.calls.recipes import Recipe
 
-    call = tuple(examples), dict(kwargs or {})
     with IMPORTING:
-        if as_called:
-            imported = import_as_called(module, call, name)
-        elif trusted:
-            imported = import_once(module, call, name, shared)
-        else:
-            imported = import_for_batches(module, call, name, shared, together=together)
+        imported = traced(module, (tuple(examples), dict(kwargs or {})), name, trusted, shared, together, as_called)
     fed = imported.fed
     tensors = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     made = network_with(imported.graph, imported.stored, tensors, module.state_dict(keep_vars=True), batch)
@@ -303,6 +297,25 @@ def network_with(
     frozen = {known[id(t)] for t in tensors.values() if isinstance(t, Parameter) and not t.requires_grad}
     graph = graph.freeze(frozen | graph.unreached)  # PyTorch gives these no gradient, so an optimizer skips them
     return Network(graph if batch is None else graph.rebatch(batch), values, keys)
+
+
+def traced(
+    module: nn.Module,
+    call: Call,
+    name: str,
+    trusted: bool,
+    shared: Collection[str] | None,
+    together: bool,
+    as_called: bool,
+) -> Imported:
+    """The layers that the module's code computes; the only values are constants."""
+    from layerwise.importers.torch.batches import import_as_called, import_for_batches, import_once
+
+    if as_called:
+        return import_as_called(module, call, name)
+    if trusted:
+        return import_once(module, call, name, shared)
+    return import_for_batches(module, call, name, shared, together=together)
 
 
 @contextlib.contextmanager
