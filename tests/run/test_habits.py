@@ -62,27 +62,14 @@ def test_ranks_that_feed_other_numbers_of_samples_than_the_layers_need_are_refus
     assert told[0].startswith("the ranks fed 3, 5 samples, but their shares of a batch of 8 are 4, 4: feed")
 
 
-def test_ranks_feed_unlike_numbers_of_samples_where_none_travel() -> None:
+@pytest.mark.parametrize(("first", "second"), [(3, 5), (1, 1), (3, 3), (7, 7)])
+def test_ranks_feed_any_numbers_of_samples_where_none_travel(first: int, second: int) -> None:
     module, network = mlp()
-    single = copy.deepcopy(module)
-    loss(single(SAMPLES[0])).backward()
-
-    def rank(made: ParallelModule) -> dict[str, Tensor | None]:
-        loss(made(SAMPLES[0][slice(3, 8) if made.comm.rank else slice(3)])).backward()
-        return gradients(made)
-
-    for found in on_ranks(network, rank, 2):
-        equal(found, gradients(single))
-
-
-@pytest.mark.parametrize("fed", [1, 3, 7])
-def test_ranks_that_feed_as_many_samples_as_each_other(fed: int) -> None:
-    module, network = mlp()
-    single, x = copy.deepcopy(module), SAMPLES.flatten(0, 1)[: 2 * fed]
+    single, x = copy.deepcopy(module), SAMPLES.flatten(0, 1)[: first + second]
     loss(single(x)).backward()
 
     def rank(made: ParallelModule) -> dict[str, Tensor | None]:
-        loss(made(x[made.comm.rank * fed :][:fed])).backward()
+        loss(made(x[first:] if made.comm.rank else x[:first])).backward()
         return gradients(made)
 
     for found in on_ranks(network, rank, 2):

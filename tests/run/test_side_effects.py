@@ -14,7 +14,7 @@ from layerwise.importers.load import network_of
 from layerwise.importers.torch.from_torch import from_torch
 from layerwise.run.load import load, serial
 from tests.comm.thread import run_threads
-from tests.run.plans import Case, case, check_equal, difference, optimised_plan, random_plan, train
+from tests.run.plans import Case, case, check_equal, difference, optimised_plan, plain, random_plan, train
 
 
 class Segments(nn.Module):
@@ -45,11 +45,7 @@ def segments() -> tuple[nn.Module, Case]:
 def test_an_auxiliary_head_that_is_not_returned_keeps_its_statistics(ranks: int) -> None:
     """And layers that are never called count no batches; gradients, parameters and bytes are right, too."""
     module, given = segments()
-    optimizer = torch.optim.SGD(module.parameters(), lr=given.lr, momentum=0.9, weight_decay=0.1)
-    for x, y in zip(given.inputs, given.targets, strict=True):
-        optimizer.zero_grad()
-        F.cross_entropy(module(x), y).backward()
-        optimizer.step()
+    plain(module, given, weight_decay=0.1)
     first, *more = [random_plan(given.graph, ranks, seed, io) for seed in range(2) for io in ("sample", "free")]
     wanted = module.state_dict()
     assert int(wanted["auxiliary.1.num_batches_tracked"]) == len(given.inputs)
