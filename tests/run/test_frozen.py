@@ -68,7 +68,8 @@ def test_numbers_are_one_devices_and_bytes_as_predicted(which: str) -> None:
     assert single.losses == pytest.approx(plain(module, given), rel=1e-9)
     assert all(difference(single.state[name], value) <= 1e-9 for name, value in module.state_dict().items())
     assert not names & single.gradients.keys()
-    for seed in range(4):
+    odd = list(FROZEN).index(which) % 2
+    for seed in (odd, odd + 2):
         plan = random_plan(given.graph, 2 + seed % 3, seed, "sample" if seed < 2 else "free")
         ranks = run_threads(plan.gpus, lambda comm, plan=plan: train(given, plan, comm))
         check_equal(ranks, single, plan)

@@ -89,15 +89,17 @@ def test_join_is_refused_with_what_to_do(network: Network) -> None:
 def test_an_input_of_another_element_type_is_refused(ranks: int) -> None:
     """As PyTorch's linear layer refuses it."""
     _, network = layered_mlp()
-    for dtype in (torch.float32, torch.bfloat16, torch.int64):
-        for text in refused(network, lambda made, dtype=dtype: made(SAMPLES[0][made.share()].to(dtype)), ranks):
-            assert text.startswith(f"input 'input' is {str(dtype)[6:]}, but the model was made parallel for float64:")
 
+    def rank(made: ParallelModule) -> None:
+        x = SAMPLES[0][made.share()]
+        for dtype in ("float32", "bfloat16", "int64"):
+            said = f"^input 'input' is {dtype}, but the model was made parallel for float64:"
+            with pytest.raises(LayerwiseError, match=said):
+                made(x.to(getattr(torch, dtype)))
+        with pytest.raises(LayerwiseError, match="is of type ndarray: pass a tensor"):
+            made(x.numpy())
 
-def test_an_input_that_is_no_tensor_is_refused() -> None:
-    _, network = layered_mlp()
-    for text in refused(network, lambda made: made(SAMPLES[0][made.share()].numpy())):
-        assert text == "input 'input' is of type ndarray: pass a tensor"
+    on_ranks(network, rank, ranks)
 
 
 class Ids(nn.Module):
@@ -118,16 +120,20 @@ def test_whole_numbers_of_another_type_are_taken_as_pytorch_takes_them() -> None
     single = module(numbers, numbers, numbers)
     assert torch.equal(single, module(numbers.int(), numbers, numbers))
 
-    def step(made: ParallelModule, *types: torch.dtype) -> Tensor:
-        return made(*(numbers[made.share()].to(dtype) for dtype in types))
-
     i32, i64 = torch.int32, torch.int64
-    for types in ((i64, i64, i64), (i32, i64, i64)):
-        found = on_ranks(network, lambda made, types=types: step(made, *types), 2)
-        assert abs(sum(out.item() for out in found) / 2 - single.item()) <= 1e-12
-    for types in ((i64, i32, i64), (i64, torch.bool, i64), (i64, i64, i32), (torch.float64, i64, i64)):
-        for text in refused(network, lambda made, types=types: step(made, *types)):
-            assert "but the model was made parallel for int64: pass x.to(torch.int64)" in text
+
+    def rank(made: ParallelModule) -> list[float]:
+        def step(*types: torch.dtype) -> float:
+            out: Tensor = made(*(numbers[made.share()].to(dtype) for dtype in types))
+            return out.item()
+
+        for types in ((i64, i32, i64), (i64, torch.bool, i64), (i64, i64, i32), (torch.float64, i64, i64)):
+            with pytest.raises(LayerwiseError, match=r"made parallel for int64: pass x\.to\(torch\.int64\)"):
+                step(*types)
+        return [step(i64, i64, i64), step(i32, i64, i64)]
+
+    for losses in zip(*on_ranks(network, rank, 2), strict=True):
+        assert abs(sum(losses) / 2 - single.item()) <= 1e-12
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
