@@ -136,6 +136,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()  # PyTorch and the tests themselves: collections pass over what never goes
+    gc.set_threshold(10_000, 10, 10)  # tracing makes many objects, and hardly any in a circle
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
