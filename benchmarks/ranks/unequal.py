@@ -58,8 +58,9 @@ def plans(name: str, world: World, job: Job) -> tuple[dict[str, Plan], dict[str,
     """The searched plan and the best one with equal boxes, by what was measured on these ranks; and what to say."""
     network = network_of(name)
     graph = network.graph(world.size)
-    request = Request(f"benchmarks.common.networks:{name}", torch.float32, world.memory_bytes, OPTIMIZER)
-    machine = machine_of(graph, world, request, ParallelOptions(measure_s=job.measure_s), measure=True)
+    options = ParallelOptions(measure_s=job.measure_s, optimizer=OPTIMIZER)
+    request = Request(f"benchmarks.common.networks:{name}", world.memory_bytes, options)
+    machine = machine_of(graph, world, request, measure=True)
     planner, texts, about = Planner(graph, world, machine.profile, request), [""], dict[str, object]()
     if world.comm.rank == 0:
         choice = planner.choose(None)
