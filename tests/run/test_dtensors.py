@@ -183,7 +183,6 @@ def test_dcp_saves_and_another_plan_and_another_number_of_ranks_go_on(tmp_path: 
         close(state, wanted)
     others = [
         (2, on_one),
-        (4, PLANS["spatial"][1]),
         (4, PLANS["states"][1]),
         (2, PLANS["channels"][1]),
         (2, [{"n": 2} | GATHERED] * 4),
