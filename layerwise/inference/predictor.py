@@ -26,7 +26,7 @@ from layerwise.quantities import parse_bytes
 from layerwise.run.parallel import ParallelModule, of
 from layerwise.run.shapes import Sized, Sizes
 from layerwise.train.session import ON_CPU
-from layerwise.volumes.sources import SampleRegion
+from layerwise.volumes.sources import SampleSource
 
 MULTIPLES = (1, 2, 4, 8, 16, 32, 64)  # of extents, which networks with strides require
 Reduce = Literal["argmax", "softmax", "sigmoid"] | Callable[[Tensor], Tensor]
@@ -95,11 +95,8 @@ class Predictor:
             yield tuple(None if b is None else Box(b.lo[1:], b.hi[1:]) for b in here), sample
 
     def _full(self, numbers: Sequence[int], shapes: Sizes) -> Boxed:
-        regions = [
-            SampleRegion(box_input.source, Box.full(shape))
-            for box_input, shape in zip(self.cases.inputs, shapes, strict=True)
-        ]
-        return self._pass(numbers, of(self.model).sized(shapes, len(numbers)), regions)
+        sources = [box_input.source for box_input in self.cases.inputs]
+        return self._pass(numbers, of(self.model).sized(shapes, len(numbers)), sources)
 
     def _mean(self, numbers: Sequence[int], shapes: Sizes) -> Boxed:
         """Returns one pass over padded samples, or the mean of passes over windows and mirrored samples."""
@@ -155,8 +152,8 @@ class Predictor:
         shape = self.cases.sized(extents)[0]
         raise LayerwiseError(f"the network accepts no samples of shape {shape}, even padded: {refused}")
 
-    def _pass(self, numbers: Sequence[int], sized: Sized, regions: Sequence[SampleRegion]) -> Boxed:
-        read = agree(self.comm, lambda: (self.cases.read(numbers, sized.inputs, regions), None))[0]
+    def _pass(self, numbers: Sequence[int], sized: Sized, sources: Sequence[SampleSource]) -> Boxed:
+        read = agree(self.comm, lambda: (self.cases.read(numbers, sized.inputs, sources), None))[0]
         with self._enough_memory():
             boxes, x = sized.run(read)[self.output]
         return boxes, None if boxes[self.comm.rank] is None else x  # a rank without a box has an empty tensor
