@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -16,12 +17,12 @@ from layerwise.api.arguments import ParallelOptions
 from layerwise.api.parallelize import parallelize
 from layerwise.comm.start import default_device
 from layerwise.comm.together import in_thread
-from layerwise.errors import LayerwiseError, foreign
+from layerwise.errors import LayerwiseError
 from layerwise.integrations.nnunet.reading import check_names, read_checkpoint
 from layerwise.run.parallel import ParallelModule, of
 from layerwise.train.score import evaluating
 
-BEAT_S = 1.0  # between two signs of rank 0 that it is alive
+BEAT_S = 1.0  # how often rank 0 tells the others, while nnU-Net reads and writes, that it is alive
 
 
 def predict(
@@ -101,7 +102,7 @@ def predict(
 
 
 class Windows(nn.Module):
-    """nnU-Net's network, as its predictor on rank 0 calls it: all ranks compute each window, in `serve`.
+    """nnU-Net's network, as its predictor on rank 0 calls it from a thread: all ranks compute each window, in `serve`.
 
     Args:
         model: The parallel network.
@@ -111,68 +112,70 @@ class Windows(nn.Module):
     def __init__(self, model: ParallelModule, folds: Sequence[Mapping[str, Tensor]]) -> None:
         super().__init__()
         self._ranks, self._folds = [model], folds  # in a list: its modules are not this one's
-        self._comm, self._loaded = of(model).comm, 0
-        self._turn, self._ended = threading.Lock(), threading.Event()  # one thing at a time is told to the ranks
+        self._loaded = 0
+        self._asked: SimpleQueue[tuple[str, Tensor | None]] = SimpleQueue()  # what all ranks are told; a window
+        self._made: SimpleQueue[Tensor | BaseException] = SimpleQueue()
 
     def forward(self, x: Tensor) -> Tensor:
-        with self._together(f"window {' '.join(map(str, x.shape))}"):
-            x = x.contiguous()
-            self._comm.exchange([(rank, x) for rank in range(1, self._comm.size)], [], "io", "a window").wait()
-            made: Tensor = self._ranks[0](x)
-            return made
+        return self._ask(f"window {' '.join(map(str, x.shape))}", x.contiguous())
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *_: Any, **__: Any) -> Any:
-        fold = next(fold for fold, state in enumerate(self._folds) if state is state_dict)
-        with self._together(f"fold {fold}"):
-            self._load(fold)
+        self._ask(f"fold {next(fold for fold, state in enumerate(self._folds) if state is state_dict)}")
 
-    @contextmanager
-    def _together(self, what: str) -> Iterator[None]:
-        """A context in which rank 0 does what it tells the others to do. nnU-Net would repeat a RuntimeError alone."""
-        with self._turn, foreign("the ranks cannot compute a window"):
-            self._comm.broadcast_text(what)
-            yield
+    def _ask(self, what: str, x: Tensor | None = None) -> Tensor:
+        self._asked.put((what, x))
+        made = self._made.get()
+        if isinstance(made, BaseException):
+            raise made
+        return made
 
     def serve(self, run: Callable[[], object]) -> None:
-        """Calls `run` on rank 0, and has all ranks compute what its predictor asks for.
+        """Calls `run` on rank 0, in a thread, and has all ranks compute what its predictor asks for.
 
         Raises:
             LayerwiseError: It fails, on all ranks, with its reason.
         """
-        if self._comm.rank == 0:
-            in_thread(self._beat)
-            try:
-                end = "done"
-                run()
-            except LayerwiseError:  # of a window: no rank is waiting for more
-                raise
-            except Exception as error:
-                end = f"failed {type(error).__name__}: {' '.join(str(error).split())}"
-            finally:
-                self._ended.set()
-            with self._turn:
-                self._comm.broadcast_text(end)
+        (model,) = self._ranks
+        comm = of(model).comm
+        if comm.rank == 0:
+            in_thread(run, "nnU-Net").add_done_callback(lambda future: self._asked.put((_end(future), None)))
         while True:
-            what, _, rest = (end if self._comm.rank == 0 else self._comm.broadcast_text("")).partition(" ")
+            text, x = self._next() if comm.rank == 0 else ("", None)
+            what, _, rest = comm.broadcast_text(text).partition(" ")
             if what == "window":
-                x = torch.empty(tuple(map(int, rest.split())), device=self._comm.device)
-                self._comm.exchange([], [(0, x)], "io", "a window").wait()
-                self._ranks[0](x)
+                x = torch.empty(tuple(map(int, rest.split())), device=comm.device) if x is None else x
+                sends = [(rank, x) for rank in range(1, comm.size)] if comm.rank == 0 else []
+                comm.exchange(sends, [] if comm.rank == 0 else [(0, x)], "io", "a window").wait()
+                self._tell(partial(model, x))
             elif what == "fold":
-                self._load(int(rest))
+                self._tell(partial(self._load, int(rest)))
             elif what == "failed":
                 raise LayerwiseError(f"nnU-Net failed on rank 0: {rest}")
             elif what == "done":
                 return
 
-    def _beat(self) -> None:
-        """Tells the others, while nnU-Net reads and writes, that rank 0 is alive."""
-        while not self._ended.wait(BEAT_S):
-            with self._turn:
-                if not self._ended.is_set():
-                    self._comm.broadcast_text("busy")
+    def _next(self) -> tuple[str, Tensor | None]:
+        try:
+            return self._asked.get(timeout=BEAT_S)
+        except Empty:
+            return "busy", None
 
-    def _load(self, fold: int) -> None:
+    def _load(self, fold: int) -> Tensor:
         if fold != self._loaded:
             self._ranks[0].load_state_dict(self._folds[fold])
             self._loaded = fold
+        return torch.empty(0)
+
+    def _tell(self, compute: Callable[[], Tensor]) -> None:
+        """Hands the predictor's thread the result, or the reason why there is none."""
+        try:
+            self._made.put(compute())
+        except BaseException as error:
+            self._made.put(error)
+            raise
+
+
+def _end(run: Future[object]) -> str:
+    """Returns the text that tells the ranks of nnU-Net's end."""
+    error = run.exception()
+    return "done" if error is None else f"failed {type(error).__name__}: {' '.join(str(error).split())}"
