@@ -104,14 +104,14 @@ class CostModel(Setting):
         cells = tuple(config.cells for config in configs)
         if cells == configs:
             kinds = self._compute_times(layer, layout, wanted)
-            compute = ComputeTime.slowest(kinds) if len(kinds) > 1 else kinds[0]
+            compute = ComputeTime.slowest(kinds)
             seconds = {term.name: term.seconds(self, layer, layout, False) for term in LAYER_TERMS}
             return NodeCost(compute, {COMPUTE.name: compute.total, **seconds}, kinds if len(kinds) > 1 else ())
         plain = self.node_cost(layer, cells)
-        compute, seconds, kinds = plain.compute, dict(plain.seconds), plain.kinds
+        compute, seconds, kinds = plain.compute, dict(plain.seconds), list(plain.kinds)
         if any(config.states != "replicated" for config in configs):
-            compute, *each = (time.updating(owned_share(self, layer, layout)) for time in (compute, *kinds))
-            kinds = tuple(each)
+            share = owned_share(self, layer, layout)
+            compute, *kinds = (time.updating(share) for time in (compute, *kinds))
             seconds |= {term.name: term.seconds(self, layer, layout, False) for term in LAYER_TERMS if term.by_states}
         seconds[COMPUTE.name] = compute.total
         recomputed = np.array([config.recompute for config in configs])
@@ -127,13 +127,13 @@ class CostModel(Setting):
         collectives = {term.name: term.seconds(self, layer, layout, True) for term in LAYER_TERMS if term.recomputes}
         return {name: once[rows] for name, once in {COMPUTE.name: compute.forward, **collectives}.items()}
 
-    def _compute_times(self, layer: Layer, layout: Layout, wanted: tuple[bool, ...]) -> tuple[ComputeTime, ...]:
+    def _compute_times(self, layer: Layer, layout: Layout, wanted: tuple[bool, ...]) -> list[ComputeTime]:
         """By kind of devices: the time of the largest cell on any of them, or 0 if none has a cell."""
         found = list[ComputeTime]()
-        for kind in range(max(len(self.devices.kinds), 1)):
+        for kind in range(len(self.devices.each_kind)):
             largest, some = self.largest_of_kind(layer, layout, kind)
             found.append(self._compute_time(layer, largest, wanted, kind).where(some))
-        return tuple(found)
+        return found
 
     def largest_of_kind(self, layer: Layer, layout: Layout, kind: int) -> tuple[Layout, Mask | bool]:
         """The layout whose largest cells are the largest on devices of a kind, and where any of these has one."""
@@ -155,7 +155,7 @@ class CostModel(Setting):
         if measured is not None:
             trained = self.trained[layer.name]  # that is how it was measured, also for inference
             return measured.compute_time(trained, layout, self.trained.flows_back(trained), self.uses[layer.name])
-        processor = self.kind_of_device(kind).processor
+        processor = self.devices.each_kind[kind].processor
         return compute_time(layer, layout, wanted, processor, dtype, self.options.optimizer)
 
     @cached_property
@@ -190,9 +190,8 @@ class CostModel(Setting):
             times = [self._compute_time(layer, layout, wanted, kind) for kind in kinds]
             known = [float(time.measured[0] + time.fitted[0]) > 0 for time in times]
             if any(known) and not all(known):  # measured of some kinds alone, which says nothing of their proportion
-                of, optimizer = (layer, layout, wanted), self.options.optimizer
-                processors = [self.kind_of_device(kind).processor for kind in kinds]
-                times = [compute_time(*of, processor, self.dtype(layer), optimizer) for processor in processors]
+                more = self.dtype(layer), self.options.optimizer
+                times = [compute_time(layer, layout, wanted, kind.processor, *more) for kind in self.devices.kinds]
             total += [time.total[0] for time in times]
         return total
 

@@ -16,7 +16,7 @@ from layerwise.graph.layer import Layer
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.graph.mixed import mixed
 from layerwise.graph.types import autocast_within
-from layerwise.machine import AUTOCAST, DeviceGraph, Kind, precision
+from layerwise.machine import AUTOCAST, DeviceGraph, precision
 from layerwise.ops.base import Role
 from layerwise.partition.edge import Edge
 from layerwise.partition.layout import Layout, layout
@@ -148,7 +148,7 @@ class Setting:
     def measurements_in(self, dtype: str, kind: int = 0) -> Measurements | None:
         """The measurements for layers that compute in one of machine.DTYPES, on devices of a kind."""
         if (dtype, kind) not in self._measurements:
-            device, options = self.kind_of_device(kind), self.options
+            device, options = self.devices.each_kind[kind], self.options
             times = latest(device.layers, dtype)
             self._measurements[dtype, kind] = (
                 Measurements(times, device.processor, dtype, options.optimizer, options.local_batch_norm, options.kind)
@@ -156,10 +156,6 @@ class Setting:
                 else None
             )
         return self._measurements[dtype, kind]
-
-    def kind_of_device(self, kind: int) -> Kind:
-        """A kind of the devices, of which equal ones have one."""
-        return (self.devices.kinds or (Kind(self.devices.processor, self.devices.layers),))[kind]
 
     def dtype(self, layer: Layer) -> str:
         """The type that a layer computes in, of machine.DTYPES: the step's, or that of the model's own autocast.
@@ -173,8 +169,7 @@ class Setting:
         if here == around:
             return wanted
         name = "float32" if here is None else precision(here)
-        processors = [kind.processor for kind in self.devices.kinds] or [self.devices.processor]
-        return name if all(name in processor.peak_flops for processor in processors) else wanted
+        return name if all(name in kind.processor.peak_flops for kind in self.devices.each_kind) else wanted
 
     @property
     def mixed_precision(self) -> dict[str, str | None] | None:

@@ -159,7 +159,7 @@ def transfer_s(setting: Setting, edge: Edge, directions: int, watched: tuple[int
         all_s: Floats = directions * (traffic(edge, graph).total_bytes @ beta)
         return all_s
     travelling = _travelling_s(edge, graph, directions, watched)
-    measured = [setting.measurements_in(setting.options.dtype, kind) for kind in range(max(len(graph.kinds), 1))]
+    measured = [setting.measurements_in(setting.options.dtype, kind) for kind in range(len(graph.each_kind))]
     copy_s = max(0.0 if times is None else sum(times.copy_s[:directions]) for times in measured)
     if copy_s == 0:
         return travelling

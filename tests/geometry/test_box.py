@@ -78,14 +78,6 @@ def test_cells_tile_the_tensor(grid: Grid) -> None:
         assert all(b % u == 0 for ends in (box.lo, box.hi) for b, u in zip(ends, grid.units, strict=True))
 
 
-@given(grids(extent=9))
-def test_iteration_is_bounds(grid: Grid) -> None:
-    lo, hi = grid.bounds()
-    assert lo.shape == hi.shape == (len(grid), len(grid.shape))
-    assert [tuple(row) for row in lo.tolist()] == [box.lo for box in grid]
-    assert [tuple(row) for row in hi.tolist()] == [box.hi for box in grid]
-
-
 @given(grids(rank=(1, 3)))
 def test_cells_are_in_row_major_order(grid: Grid) -> None:
     index = {box.lo: cell for cell, box in enumerate(grid)}

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from layerwise.cost.additive import Choice, Costs, Moved, restricted
-from layerwise.cost.memory.layer_rows import LayerRows, layer_rows
+from layerwise.cost.memory.layer_rows import LayerRows
 from layerwise.cost.memory.returns import returned_bytes
 from layerwise.cost.model import Configs, CostModel, EdgeName
 from layerwise.geometry.arrays import Floats, Ints, Mask
@@ -137,7 +137,7 @@ class _Holding:
             boxed = tuple(i for i, u in enumerate(layer.inputs) if graph[u].role is Role.CONSTANT and len(uses[u]) == 1)
             key = model.kind(layer), layer.name in graph.unfed, configs[layer.name], boxed
             if key not in known:
-                known[key] = layer_rows(model, layer, configs[layer.name], self.watched, boxed)
+                known[key] = LayerRows(model, layer, configs[layer.name], self.watched, boxed)
             self.layers[layer.name] = known[key]
         self.recomputed = {n: np.array([c.recompute for c in these]) for n, these in configs.items()}
         self.first = {n: np.unique(these, return_index=True)[1] for n, these in base.items()}

@@ -7,7 +7,6 @@ own memory (a convolution's workspace) and allocator losses are not counted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -165,7 +164,7 @@ class _Storages:
             rewritten = instruction.part == "recompute"  # running statistics, which are put back afterwards
             copies = [tracker.new(n) for _, n in remembered(layer, self.places[layer.name])] if rewritten else []
             self._compute(layer, self._inputs(layer), saves=instruction.saves)
-            self._drop(copies)
+            tracker.drop(*copies)
 
     def output(self, instruction: Output) -> None:
         """Outputs leave; in training the gradients of their losses are allocated.
@@ -175,11 +174,8 @@ class _Storages:
         sink = self.model.graph[instruction.layer]
         sizes = [self.sizes.edge(sink, slot).need for slot in range(len(sink.specs))]
 
-        def new(_: int, size: Floats) -> Ref:
-            return self.tracker.new(size)
-
         if self.training:
-            self.inward[sink.name] = differentiated(new, self._drop, self.model, sink, sizes, self._inputs(sink))
+            self.inward[sink.name] = differentiated(self.tracker, self.model, sink, sizes, self._inputs(sink))
         else:
             for size, received in zip(sizes, self._inputs(sink), strict=True):
                 fed = sum(devices for storage, devices in received if id(storage) in self.fed)  # disjoint sets
@@ -200,7 +196,7 @@ class _Storages:
 
     def forget(self, instruction: Forget) -> None:
         """Frees what was held to recompute a block."""
-        self._drop(list(self.sources.pop(instruction.block).values()))
+        self.tracker.drop(*self.sources.pop(instruction.block).values())
 
     def _compute(self, layer: Layer, given: list[Ref], *, saves: bool = True) -> None:
         """saves: whether what its backward pass reads is kept."""
@@ -227,7 +223,7 @@ class _Storages:
                 mine += tracker.hold(weights)
                 mine += tracker.hold(out) if stage.saved.output else NOBODY
             saved.append(mine)
-            self._drop([before, weights, *copies.values()])
+            tracker.drop(before, weights, *copies.values())
             if keeps and number == 0 and (inside := self.sizes.within(layer)) is not None:
                 self._keep_within(layer, given[0], devices_of(inside) & where)
         if layer.name in self.returned:  # a view of more would keep all of it
@@ -239,8 +235,8 @@ class _Storages:
         if self.flows[layer.name] and saves:
             self.saved[layer.name] = saved
         else:
-            self._drop(saved)
-        self._drop(given)
+            tracker.drop(*saved)
+        tracker.drop(*given)
 
     def _copied(self, ref: Ref, size: Floats, where: Devices) -> Ref:
         """Returns a tensor that is copied on the devices `where`."""
@@ -263,7 +259,7 @@ class _Storages:
         """Allocates the gradients of a layer's parameters and inputs."""
         if layer.role is Role.TIED:
             self.parameters.put_tied(layer)
-            self._drop([self.gradients.pop(layer.name, NOBODY)])
+            self.tracker.drop(self.gradients.pop(layer.name, NOBODY))
             self.parameters.hand_out(layer)
         else:
             self.inward[layer.name] = self._differentiate(layer)
@@ -290,7 +286,7 @@ class _Storages:
                 before = (
                     tracker.hold(running) if stage.saved.through else tracker.new(stages[number - 1].made, "gradients")
                 )
-            self._drop([between, part(read, ~two)])
+            tracker.drop(between, part(read, ~two))
             if weights:
                 parameters = self.parameters.gradients(layer)
             tracker.drop(weights)
@@ -306,16 +302,12 @@ class _Storages:
         tracker = self.tracker
         # The gradient of the source's own box is a view of `gradient` if nothing else contributes, else a new tensor.
         back = tracker.hold(gradient, edge.viewed) + tracker.new(edge.rest, "gradients")
-        self._drop([arrived, gradient])
+        tracker.drop(arrived, gradient)
         before = self.gradients.get(source)
         if before is not None:  # autograd adds in place if nobody else holds the sum
             mine = tracker.unshared(before)
             other = tracker.unshared(back) & ~mine
             total = tracker.new(np.where(tracker.mask(mine | other), 0.0, self.sizes.own(source)), "gradients")
-            self._drop([part(before, ~mine), part(back, ~other)])
+            tracker.drop(part(before, ~mine), part(back, ~other))
             back = part(before, mine) + part(back, other) + total
         self.gradients[source] = back
-
-    def _drop(self, refs: Sequence[Ref]) -> None:
-        for ref in refs:
-            self.tracker.drop(ref)
