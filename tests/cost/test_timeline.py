@@ -145,15 +145,6 @@ def test_two_layers_of_data_parallelism_by_hand(slow: float) -> None:
     assert (sent < computed) == (slow == 10_000)  # long computation hides all but the last bucket
 
 
-def test_small_gradients_share_a_bucket() -> None:
-    network = linear(64, 30, 40, 35)
-    model = CostModel(network, brute.machine((4,)))
-    strategy = {f"linear{i}": Config.of({"n": 4}) for i in range(2)}
-    group = group_shape(np.zeros(4, np.int64), model.devices)
-    together = bucket_s(4 * (30 * 40 + 40 * 35), group, model.devices, "all-reduce")
-    assert timeline(model, strategy).exposed_sync_s == pytest.approx(together)
-
-
 def test_layers_that_are_split_otherwise_by_hand() -> None:
     """Samples, channels, samples: four transfers; the one in the backward pass delays the gradients on the wire."""
     network = linear(64, 30, 3000, 40, 200_000)

@@ -49,15 +49,6 @@ def part(ref: Ref, where: Devices) -> Ref:
     return tuple([(s, here) for s, devices in ref if (here := devices & where)])
 
 
-@dataclass(frozen=True, slots=True)
-class TransferStorage:
-    """Storages of a transfer that is under way, forward or backward."""
-
-    arrived: Ref  # the destination
-    copies: Ref  # copies of sent parts that were not contiguous
-    gradient: Ref = NOBODY  # backward only: the gradient that is sent
-
-
 class SizeTable:
     """The distinct sizes (N,) of storages, each with a number. Trackers of one model share a table."""
 

@@ -87,11 +87,15 @@ class LayerRows:
         count = len(self.watched)
         return np.broadcast_to(np.asarray(sizes, np.float64), len(self.cells) * count)[::count][self.rows]
 
+    def needs(self, slot: int) -> Boxes:
+        """The box of an input that each watched device needs, in the rows of `place`."""
+        maps, epilogue = input_maps(self.layer, slot)
+        return self.place.at(epilogue).needs(maps)
+
     def _need(self, slot: int) -> Floats:
         """The box of an input that the layer needs."""
-        maps, epilogue = input_maps(self.layer, slot)
         item_bytes = self.model.graph[self.layer.inputs[slot]].out.item_bytes
-        return self._first(self.place.at(epilogue).needs(maps).volume * item_bytes)
+        return self._first(self.needs(slot).volume * item_bytes)
 
     def _set_place(self) -> None:
         """Sets the boxes of the watched devices, who has the full tensor, and the degrees."""

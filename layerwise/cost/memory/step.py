@@ -17,7 +17,6 @@ from layerwise.cost.memory.allocations import (
     Devices,
     Ref,
     SizeTable,
-    TransferStorage,
     devices_of,
     part,
 )
@@ -85,7 +84,8 @@ class _Storages:
         self.inward: dict[str, list[Ref]] = {}  # gradients of inputs
         self.saved: dict[str, list[Ref]] = {}  # by stage, what the backward pass reads
         self.gradients: dict[str, Ref] = {}  # gradients of outputs, as far as they are added up
-        self.in_flight: dict[EdgeEnd, TransferStorage] = {}
+        # Transfers that are under way: what arrives, copies of what is sent, and backward the gradient that is sent.
+        self.in_flight: dict[EdgeEnd, tuple[Ref, Ref, Ref]] = {}
         self.sources: dict[str, dict[str, Ref]] = {}  # by block and layer, what the block is recomputed from
         self.fed = set[int]()  # ids of the storages of inputs and constants
         self.returned = frozenset(() if self.training else model.graph.layers[-1].inputs)
@@ -101,23 +101,24 @@ class _Storages:
         layer, slot, tracker = self.model.graph[instruction.layer], instruction.slot, self.tracker
         edge = self.sizes.edge(layer, slot)
         if instruction.way == "forward":
-            arrived = tracker.new(edge.received, "gathered")
-            flight = TransferStorage(arrived, tracker.new(edge.forth, "workspace"))
-        else:
-            arrived = tracker.new(edge.sent, "gradients")  # what it sent forward
-            copies, gradient = tracker.new(edge.back, "workspace"), self.inward[layer.name][slot]
-            flight = TransferStorage(arrived, copies, gradient)
+            flight = tracker.new(edge.received, "gathered"), tracker.new(edge.forth, "workspace"), NOBODY
+        else:  # what it sent forward arrives
+            flight = (
+                tracker.new(edge.sent, "gradients"),
+                tracker.new(edge.back, "workspace"),
+                self.inward[layer.name][slot],
+            )
         self.in_flight[layer.name, slot] = flight
 
     def end(self, instruction: End) -> None:
         """Frees the copies that were sent."""
         layer, slot = self.model.graph[instruction.layer], instruction.slot
-        flight = self.in_flight.pop((layer.name, slot))
-        self.tracker.drop(flight.copies)
+        arrived, copies, gradient = self.in_flight.pop((layer.name, slot))
+        self.tracker.drop(copies)
         if instruction.way == "forward":
-            self._receive(layer, slot, flight.arrived)
+            self._receive(layer, slot, arrived)
         else:
-            self._add(layer.inputs[slot], self.sizes.edge(layer, slot), flight.gradient, flight.arrived)
+            self._add(layer.inputs[slot], self.sizes.edge(layer, slot), gradient, arrived)
 
     def move(self, instruction: Move) -> None:
         """Passes a tensor on: if nothing is sent, the layer reads its source's own storage."""
