@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
-from typing import Any, TypeVar
 
 import numpy as np
 
@@ -25,7 +24,6 @@ from layerwise.partition.edge import Edge, cells_on
 from layerwise.partition.layout import Layout
 from layerwise.partition.place import data_parallel
 
-T = TypeVar("T")
 Pair = tuple[Config, Config]  # of the two ends of an edge
 
 __all__ = ["Configs", "CostModel", "CostOptions", "CostTables", "EdgeName", "NodeCost", "Progress", "Strategy"]
@@ -72,32 +70,23 @@ class CostModel(Setting):
         if self.shares is None:
             self.shares = self.weights[0] if self.weights else ()
         self._rows: dict[object, NodeCosts] = {}
-        self._nodes: dict[object, NodeCost] = {}
-        self._made: dict[object, Any] = {}
-        self._edges: dict[object, dict[str, Floats]] = {}
-        self._small_edges: dict[object, dict[str, Floats]] = {}
         self._pairs: dict[object, dict[Pair, dict[str, Floats]]] = {}
         self._layer_s: dict[tuple[int, Config], float] = {}
         self._pair_s: dict[tuple[object, Pair], float] = {}
         self._cells: dict[int, tuple[tuple[Config, ...], tuple[Config, ...], list[int]]] = {}
         self._same: dict[tuple[Config, ...], tuple[Config, ...]] = {}
 
-    def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """The result of `make`, cached under `key`, which must determine it."""
-        if key not in self._made:
-            self._made[key] = make()
-        found: T = self._made[key]
-        return found
-
     def node_cost(self, layer: Layer, configs: tuple[Config, ...]) -> NodeCost:
         """A layer's own costs under each configuration."""
-        key = self.kind(layer), configs
-        if key not in self._nodes:
-            known = self._rows.setdefault(key[0], NodeCosts())
+        kind = self.kind(layer)
+
+        def found() -> NodeCost:
+            known = self._rows.setdefault(kind, NodeCosts())
             if new := tuple(config for config in dict.fromkeys(configs) if config not in known.row):
                 known.add(new, self._node_cost(layer, new, self.graph.flows_back(layer)))
-            self._nodes[key] = known.of(configs)
-        return self._nodes[key]
+            return known.of(configs)
+
+        return self.once(("node", kind, configs), found)
 
     def _node_cost(self, layer: Layer, configs: tuple[Config, ...], wanted: tuple[bool, ...]) -> NodeCost:
         layout = self.layout(layer, configs)
@@ -212,10 +201,8 @@ class CostModel(Setting):
         if watched is None and len(sources) == len(targets) == 1:
             pair = sources[0], targets[0]
             return self._priced(name, (pair,))[pair]
-        key = self._kinds_of(name), sources, targets, watched
-        if key not in self._small_edges:
-            self._small_edges[key] = self._edge_costs(name, sources, targets, watched)
-        return self._small_edges[key]
+        key = "edge", self._kinds_of(name), sources, targets, watched
+        return self.once(key, lambda: self._edge_costs(name, sources, targets, watched))
 
     def _edge_costs(
         self,
@@ -253,10 +240,10 @@ class CostModel(Setting):
         return cells, rows
 
     def _seconds(self, edge: Edge, times: int, watched: tuple[int, ...] | None) -> dict[str, Floats]:
-        key = (times, edge, watched)
-        if key not in self._edges:
-            self._edges[key] = {term.name: term.seconds(self, edge, times, watched) for term in EDGE_TERMS}
-        return self._edges[key]
+        def made() -> dict[str, Floats]:
+            return {term.name: term.seconds(self, edge, times, watched) for term in EDGE_TERMS}
+
+        return self.once((times, edge, watched), made)
 
     def edge_cost(
         self,

@@ -269,13 +269,10 @@ def describe(model: CostModel, shares: Basis) -> str:
     return f"t_C is {shares.of_step:.0%} of the step time: {'; '.join(parts)}."
 
 
-ALL_REDUCED = "Prices assume a parameter server for gradients, but a run uses all-reduces."
-
-
 def sync_lines(model: CostModel) -> Iterator[str]:
     """Yields a line if a run sums gradients differently from the prices."""
     if model.options.sync != "all-reduce" and model.options.kind == "training":
-        yield ALL_REDUCED
+        yield "Prices assume a parameter server for gradients, but a run uses all-reduces."
 
 
 def feeding_lines(model: CostModel) -> Iterator[str]:
