@@ -14,7 +14,6 @@ from layerwise.config import Config
 from layerwise.cost.collectives import all_reduce_s, group_shape, overlap, reduce_scatter_s
 from layerwise.cost.compute.measured import COPY
 from layerwise.cost.model import CostModel
-from layerwise.cost.overlaps import selections
 from layerwise.cost.sums import TABLE, sums
 from layerwise.cost.timeline.simulate import timeline
 from layerwise.cost.transfer import Traffic, busiest_device, port_seconds, telling_devices, traffic
@@ -188,30 +187,6 @@ def test_racks_of_which_the_last_is_short(u: dict[str, int], v: dict[str, int]) 
     edge = Edge.of(spec, one.owned, maps, where.dims, other.computed)
     table = brute.exchanged(where, ends[0], where, maps, False, ends[1], 140)
     check(_pair(traffic(edge, graph), 0, 0), port_seconds(edge, graph)[0, 0], table, 4, graph)
-
-
-@given(st.lists(st.integers(1, 6), max_size=3), st.integers(1, 6), brute.machines(), st.data())
-@examples(45)
-def test_boxes_are_the_cells_of_each_group(
-    extents: list[int], depth: int, graph: DeviceGraph, data: st.DataObject
-) -> None:
-    """Each cell that a group of devices holds lies in exactly one box, as seen from each device, and no other cell."""
-    out = TensorSpec(tuple(extents), ("c", "n", "h")[: len(extents)])
-    where = Space(out, (*brute.plain(out).dims, Dim("k", depth)), (), (), ())
-    configs = data.draw(brute.configs(where, graph.count, most=4))
-    both = layout(configs, where, graph.count)
-    watched = tuple(sorted(data.draw(st.sets(st.integers(0, graph.count - 1), min_size=1))))
-    for cells in (both.owned, both.computed):
-        found = selections(cells, graph, watched)
-        sizes = [1, *(level.devices for level in graph.levels)]
-        for c, selection in np.ndindex(len(configs), len(sizes)):
-            for w, device in enumerate(watched):
-                group = [q for q in range(graph.count) if q // sizes[selection] == device // sizes[selection]]
-                held = sorted(tuple(cells.index[c, q]) for q in group if cells.active[c, q])
-                listed = []
-                for lo, hi in found.boxes[selection]:
-                    listed += [tuple(a + lo[c, w]) for a in np.ndindex(*(hi[c, w] - lo[c, w]))]
-                assert sorted(listed) == held, f"{configs[c]}: device {device}, groups of {sizes[selection]}"
 
 
 NETWORKS = networks.windows() | networks.branches()
