@@ -36,10 +36,11 @@ from layerwise.machine.curves import Links
 from layerwise.machine.layer_times import LayerTimes
 from layerwise.measure.cells import CellTask, Key, wanted_cells
 from layerwise.oracle.ask import plan_of as write_plan
-from layerwise.oracle.phases import price_plan
+from layerwise.oracle.phases import phases_of
 from layerwise.oracle.pipeline import cuts_of, pipeline_phases, pipeline_stages, pipelined_s
 from layerwise.oracle.question import Answer, Oracle, Question
 from layerwise.oracle.strategies import UnreachableError, Wishes, strategy
+from layerwise.search.find import best_cap, candidate
 
 STRATEGIES = ("data", "spatial", "filter", "channel", "df", "ds", "pipeline")
 SEGMENTS = 4
@@ -150,10 +151,10 @@ def priced_anew(answer: Answer, model: CostModel) -> Answer:
         phases, seconds = pipeline_phases(staged, segments, model.devices), pipelined_s(staged, segments, model.devices)
         projection = replace(answer.projection, phases=phases)
         return replace(answer, projection=projection, overlapped_s=seconds, stages=staged)
-    inner = {layer.name: answer.priced.strategy[layer.name] for layer in model.graph.inner}
-    priced = price_plan(model, answer.priced.shape, inner)
-    projection = replace(answer.projection, phases=priced.phases)
-    return replace(answer, projection=projection, overlapped_s=priced.overlapped_s, priced=priced)
+    plan, limit = answer.priced.strategy, answer.priced.memory_limit_bytes
+    priced = candidate(model, answer.priced.name, plan, limit, best_cap(model, plan))
+    projection = replace(answer.projection, phases=phases_of(model, plan))
+    return replace(answer, projection=projection, overlapped_s=priced.timeline.total_s, priced=priced)
 
 
 def rows_of(oracle: Oracle, network: Network, comm: Comm, job: Job) -> tuple[dict[str, object], Links]:

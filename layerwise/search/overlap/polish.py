@@ -21,7 +21,7 @@ from layerwise.cost.memory.step import fullest_bytes
 from layerwise.cost.model import CostModel
 from layerwise.cost.transfer import telling_devices
 from layerwise.search.overlap.cuts import Cuts
-from layerwise.search.priced.additive import Problem, by_elimination, by_messages, possible, remembered
+from layerwise.search.priced.additive import Problem, by_elimination, by_messages, possible
 from layerwise.search.priced.choose import Seen
 from layerwise.search.priced.moves import Goal, Moves
 from layerwise.search.priced.prices import least_rows
@@ -80,7 +80,7 @@ def overlapped(
     upper = step_s(known[0])
     rough = _problem(Cuts(model, space), step_s)
     game = least_rows(rough, by_messages, rounds=ROUGH)
-    keep = possible(rough.base, game.mixed(upper))
+    keep = possible(rough.base, [game.charge, *game.rows], upper)
     for strategy in known:
         saved = {name: config.saving(recompute=False, states=config.states) for name, config in strategy.items()}
         for name, variant in space.choice(strategy if forms is None else saved).items():
@@ -93,7 +93,7 @@ def overlapped(
     minimise = by_elimination(memory_bytes) if sums <= WORK else by_messages
     problem = _problem(cuts, step_s)
     game = least_rows(problem, minimise)
-    mean, seconds = game.mixed(upper)[0][0], remembered(small.base, problem.peak)
+    mean, seconds = game.charge, problem.peak
     seen = None if limit == np.inf else _fitting(model, small, mean, limit)
     goal = Goal(
         value=seconds,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -28,24 +28,19 @@ class Problem:
     row: Callable[[int], Costs]  # the table of a row, in bytes
     rows: Callable[[Choice], Floats]  # (R,) the bytes of a choice in every row
     changes: Callable[[Choice, Moved], Floats]  # (n, R) the bytes that each of n moves adds to every row
-    peak: Callable[[Choice], float]  # the simulated peak of a choice, in bytes, which must fit
+    simulate: Callable[[Choice], float]  # the peak of a choice, in bytes, which must fit
+    _peaks: dict[tuple[int, ...], float] = field(default_factory=dict)  # a cache
 
     def cost(self, choice: Choice) -> float:
         """Seconds of one choice."""
         return self.time.of(choice, self.base)
 
-
-def remembered(base: Mapping[str, Ints], value: Callable[[Choice], float]) -> Callable[[Choice], float]:
-    """The function `value` of choices over the layers of `base`, which computes that of each choice once."""
-    known: dict[tuple[int, ...], float] = {}
-
-    def looked_up(choice: Choice) -> float:
-        key = tuple(choice[name] for name in base)
-        if key not in known:
-            known[key] = value(choice)
-        return known[key]
-
-    return looked_up
+    def peak(self, choice: Choice) -> float:
+        """The simulated peak of one choice."""
+        key = tuple(choice[name] for name in self.base)
+        if key not in self._peaks:
+            self._peaks[key] = self.simulate(choice)
+        return self._peaks[key]
 
 
 def least_by_base(node: Floats, base: Ints) -> tuple[Floats, Ints]:
@@ -83,13 +78,10 @@ def lower_bounds(costs: Costs, base: Mapping[str, Ints]) -> dict[str, Floats]:
     return {name: (lower[name] - own[name])[base[name]] + node for name, node in costs.node.items()}
 
 
-Cap = tuple[Costs, float]  # an additive cost, and the most that it may be
-
-
-def possible(base: Mapping[str, Ints], capped: Sequence[Cap]) -> dict[str, Mask]:
-    """(V_l,) True for variants that may be part of a choice within all caps."""
+def possible(base: Mapping[str, Ints], rows: Iterable[Costs], most: float) -> dict[str, Mask]:
+    """(V_l,) True for variants that may be part of a choice of which no row is more than `most`."""
     keep = {name: np.ones(len(these), bool) for name, these in base.items()}
-    for costs, most in capped:
-        for name, lower in lower_bounds(costs, base).items():
+    for row in rows:
+        for name, lower in lower_bounds(row, base).items():
             keep[name] &= lower <= most * SLACK
     return keep

@@ -125,7 +125,7 @@ class _Left:
         choice's variants are always kept.
         """
         seen, bound, base = self.seen, self.prices.bound, self.space.base
-        fits, lower = possible(base, self.prices.capped(seen.limit)), self.prices.least_s(seen.problem, seen.limit)
+        fits, lower = possible(base, self.prices.rows, seen.limit), self.prices.least_s(seen.problem, seen.limit)
         beyond = seen.cost - bound if np.isfinite(seen.cost) else abs(bound)
         below = seen.cost
         while True:
@@ -257,7 +257,7 @@ class LimitedSearch:
         together = partial(space.together, self.model)
         best, size = lightest(problem, together, begin, wanted, PEAKS if bound <= wanted * SLACK or not wanted else FEW)
         if bound < size and (bound <= wanted * SLACK or not wanted):
-            tables = tables.restrict(possible(space.base, game.mixed(size)))
+            tables = tables.restrict(possible(space.base, [game.charge, *game.rows], size))
             small, few = tables.space, self._problem(tables)
             work = sums_of({name: len(these) for name, these in small.bases.items()}, self.edges)
             closer = least_rows(few, self.minimise if work <= WORK else by_messages)

@@ -15,7 +15,7 @@ import numpy as np
 
 from layerwise.cost.additive import Choice, Costs, weighted_sum
 from layerwise.geometry.arrays import Floats
-from layerwise.search.priced.additive import Cap, Minimise, Problem, lower_bounds
+from layerwise.search.priced.additive import Minimise, Problem, lower_bounds
 
 ROUNDS = 60  # the most eliminations
 SHARE = 1e-6  # smaller shares of a mixture are rounding errors
@@ -61,9 +61,15 @@ class Prices:
         """(rows, choices) bytes of the choices found in these rows."""
         return np.stack([met.rows for met in self.met])[:, rows].T
 
-    def charge(self, problem: Problem) -> Costs:
-        """The bytes of all rows, each times its price, as one cost."""
-        return weighted_sum([0.0, *self.price.values()], [problem.time, *(self.solved[row] for row in self.price)])
+    @property
+    def rows(self) -> list[Costs]:
+        """The tables of the rows that have a price."""
+        return [self.solved[row] for row in self.price]
+
+    @property
+    def charge(self) -> Costs:
+        """The sum of the rows, each times its price; for `least_rows` their mean, which is never above the fullest."""
+        return weighted_sum(list(self.price.values()), self.rows)
 
     def mixture(self, limit: float) -> Floats:
         """(choices,) the share of each choice in the mixture that fits on average and takes the least time."""
@@ -77,21 +83,10 @@ class Prices:
 
     def least_s(self, problem: Problem, limit: float) -> dict[str, Floats]:
         """(V_l,) for each variant, a lower bound of the seconds of all choices within the limit that have it."""
-        rows = [self.solved[row] for row in self.price]
-        paid = weighted_sum([1.0, *self.price.values()], [problem.time, *rows])
+        paid = weighted_sum([1.0, *self.price.values()], [problem.time, *self.rows])
         charged, alone = sum(self.price.values()) * limit, lower_bounds(problem.time, problem.base)
         lower = lower_bounds(paid, problem.base) if self.price else alone
         return {name: np.maximum(least - charged, alone[name]) for name, least in lower.items()}
-
-    def capped(self, limit: float) -> list[Cap]:
-        """The rows with a price, each of which must be within the limit."""
-        return [(self.solved[row], limit) for row in self.price]
-
-    def mixed(self, most: float) -> list[Cap]:
-        """The mean of the rows by their shares, and each row. None of them is above the fullest row."""
-        rows = [self.solved[row] for row in self.price]
-        mean = weighted_sum(list(self.price.values()), rows)
-        return [(row, most) for row in (mean, *rows)]
 
 
 def best_prices(problem: Problem, limit: float, minimise: Minimise, start: Prices | None = None) -> Prices:
@@ -100,26 +95,47 @@ def best_prices(problem: Problem, limit: float, minimise: Minimise, start: Price
     start: choices and rows from a search with another limit.
     """
     best = Prices.begun(start)
-    active = sorted(best.solved)
-    price: dict[int, float] = {}
-    value, solved = np.inf, False  # of the last mixture; whether its prices are the best over the active rows
+    if not best.met:
+        choice, best.bound = minimise(problem.time, problem.base)
+        best.met.append(_known(problem, choice))
 
     def mix(taken: Floats) -> Mixture:
         return _fit_on_average(best.met, taken, limit, max(best.met[0].cost, 1e-30))
 
-    for _ in range(ROUNDS):
-        if best.met:
-            mixture = _next(problem, best, active, mix, solved, limit)
-            if mixture is None:
-                break
-            price, value = mixture
-        costs = weighted_sum([1.0, *price.values()], [problem.time, *(best.solved[row] for row in price)])
+    return _raised(problem, minimise, best, sorted(best.solved), mix, limit=limit)
+
+
+def _raised(
+    problem: Problem,
+    minimise: Minimise,
+    best: Prices,
+    active: list[int],
+    mix: Callable[[Floats], Mixture],
+    *,
+    limit: float | None = None,
+    rounds: int = ROUNDS,
+    enough: float = -np.inf,
+) -> Prices:
+    """Raises the bound: the best choice at the prices of the best mixture is one more choice to mix, and so on.
+
+    active: the rows to begin with. limit: bytes, each of which has its price beside the seconds; None: bytes alone.
+    """
+    solved, time = False, [] if limit is None else [problem.time]
+    for _ in range(rounds):
+        mixture = _next(problem, best, active, mix, solved, limit)
+        if mixture is None:
+            break
+        price, value = mixture
+        rows = [best.solved[row] for row in price]
+        costs = weighted_sum([*(1.0 for _ in time), *price.values()], [*time, *rows])
         choice, least = minimise(costs, problem.base)
-        charged = sum(price.values()) * limit
+        charged = 0.0 if limit is None else sum(price.values()) * limit
         if least - charged > best.bound:
             best.bound, best.price = least - charged, price
         solved = costs.of(choice, problem.base) - charged >= value - CLOSE * abs(value)
         best.met.append(_known(problem, choice))
+        if best.met[-1].rows.max() <= enough:
+            break
     return best
 
 
@@ -129,7 +145,7 @@ def _next(
     active: list[int],
     mix: Callable[[Floats], Mixture],
     solved: bool,
-    limit: float | None = None,
+    limit: float | None,
 ) -> tuple[dict[int, float], float] | None:
     """The prices of the best mixture of the choices found, and its value; None if the bound cannot become better.
 
@@ -191,21 +207,7 @@ def least_rows(
     if not best.met:
         best.met.append(_known(problem, minimise(problem.time, problem.base)[0]))
     active = sorted({*best.solved, int(best.met[0].rows.argmax())})
-    solved = False
-    for _ in range(rounds):
-        mixture = _next(problem, best, active, _fullest_on_average, solved)
-        if mixture is None:
-            break
-        price, value = mixture
-        costs = weighted_sum(list(price.values()), [best.solved[row] for row in price])
-        choice, least = minimise(costs, problem.base)
-        if least > best.bound:
-            best.bound, best.price = least, price
-        solved = costs.of(choice, problem.base) >= value * (1 - CLOSE)
-        best.met.append(_known(problem, choice))
-        if best.met[-1].rows.max() <= enough:
-            break
-    return best
+    return _raised(problem, minimise, best, active, _fullest_on_average, rounds=rounds, enough=enough)
 
 
 def _fullest_on_average(taken: Floats) -> Mixture:

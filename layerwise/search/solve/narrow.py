@@ -62,7 +62,7 @@ def narrow(
         upper_s = min(upper_s, model.step_s(strategy_of(configs, bounds.choice)))
         if not np.isfinite(upper_s):
             raise LayerwiseError("every strategy takes infinitely long: check the profile's latencies and rates")
-        left = restrict(tables, {name: lower_s <= upper_s * SLACK for name, lower_s in bounds.lower_s.items()})
+        left = restrict(tables, bounds.within(upper_s))
         configs = left.configs
     assert left is not None
     return Narrowed(left, upper_s, bounding_s)
@@ -111,15 +111,14 @@ def exact_optimum(
 ) -> tuple[CostTables, Optimum]:
     """The cheapest strategy, and the tables over the remaining configurations.
 
-    Transfers may be lower bounds: the optimum's are made exact, and what is learned stays in `tables`.
+    Transfers may be lower bounds: the optimum's are made exact, until it is the optimum of exact ones.
     """
     while True:
-        keep = by_edge_cost(tables, upper_s)
-        small = restrict(tables, keep)
-        found = eliminate(small, memory_bytes)
-        kept = {name: np.flatnonzero(mask) for name, mask in keep.items()}
-        if not raised(model, tables, {name: int(kept[name][i]) for name, i in found.choice.items()}):
-            return small, found
+        bounds = Messages(tables.transfer, list(tables.node)).bounds(tables.node, SWEEPS)
+        tables = restrict(tables, bounds.within(upper_s))
+        found = eliminate(tables, memory_bytes)
+        if not raised(model, tables, found.choice):
+            return tables, found
 
 
 def raised(model: CostModel, tables: CostTables, choice: Mapping[str, int]) -> bool:
@@ -151,34 +150,6 @@ def node_costs(model: CostModel, configs: Configs) -> dict[str, Floats]:
     return {layer.name: model.node_cost(layer, configs[layer.name]).total for layer in model.graph.layers}
 
 
-def by_edge_cost(tables: CostTables, upper_s: float) -> Keep:
-    """Masks (C_l,) of configurations that may be part of a strategy of at most `upper_s`; no better one is dropped.
-
-    It counts a layer's transfers to the cheapest partner on its own edges, and the cheapest pair elsewhere. It repeats
-    over what is left while that pays, as each dropped configuration may raise the others' bounds.
-    """
-    keep: Keep = {name: np.ones(len(cost), bool) for name, cost in tables.node.items()}
-    own, pairs = dict(tables.node), dict(tables.transfer)  # of the remaining configurations
-    count = sum(map(len, own.values()))
-    while True:
-        extra = {name: cost - cost.min() for name, cost in own.items()}  # beyond the cheapest, transfers included
-        floor = sum(float(cost.min()) for cost in own.values())
-        for (u, v, _), cost in pairs.items():
-            to, back = cost.min(1), cost.min(0)
-            least = to.min()
-            floor += float(least)
-            extra[u] += to - least
-            extra[v] += back - least
-        left = {name: floor + cost <= upper_s * SLACK for name, cost in extra.items()}
-        for name, these in left.items():
-            keep[name][keep[name]] = these
-        before, count = count, sum(int(these.sum()) for these in left.values())
-        if count > before * PAYS:
-            return keep
-        own = {name: cost[left[name]] for name, cost in own.items()}
-        pairs = {e: cost[left[e[0]]][:, left[e[1]]] for e, cost in pairs.items()}
-
-
 def restrict(tables: CostTables, keep: Keep) -> CostTables:
     """The tables over the kept configurations."""
     return CostTables(
@@ -198,6 +169,10 @@ class Bounds:
 
     lower_s: dict[str, Floats]  # (C_l,) for each layer: of every strategy with the configuration
     choice: dict[str, int]  # a good strategy's indices, decoded from the same messages
+
+    def within(self, upper_s: float) -> Keep:
+        """Masks (C_l,) of configurations that may be part of a strategy of at most `upper_s`."""
+        return {name: lower_s <= upper_s * SLACK for name, lower_s in self.lower_s.items()}
 
 
 class Messages:
