@@ -19,11 +19,10 @@ from layerwise.machine.profile import Profile
 from layerwise.plan import Plan
 from layerwise.quantities import samples, units
 from layerwise.report.content import Lines, Part, Report
-from layerwise.search.baselines import NAMES, baseline
+from layerwise.search.baselines import NAMES, baseline, fixed_layers
 from layerwise.search.find import candidate, search
-from layerwise.search.fixed import fixed_layers
 from layerwise.search.make_plan import make_plan
-from layerwise.search.overlap.polish import Effort
+from layerwise.search.overlap import Effort
 from layerwise.search.priced.variants import OFFERS
 from layerwise.search.remedies import remedies
 from layerwise.search.report.sentences import nothing_fits, step_range, why_data

@@ -17,8 +17,8 @@ from layerwise.machine.devices import DeviceGraph
 from layerwise.machine.profiles import planned
 from layerwise.plan import Plan
 from layerwise.quantities import units
+from layerwise.search.baselines import fixed_layers
 from layerwise.search.find import search
-from layerwise.search.fixed import fixed_layers
 from layerwise.search.make_plan import make_plan
 from layerwise.search.priced.variants import OFFERS
 

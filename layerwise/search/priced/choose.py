@@ -17,8 +17,7 @@ import numpy as np
 
 from layerwise.cost.additive import Choice, Costs, weighted_sum
 from layerwise.geometry.arrays import Mask
-from layerwise.search.priced.additive import Minimise, Problem
-from layerwise.search.priced.prices import DEAREST, SHARE, Prices, best_prices, least_rows
+from layerwise.search.priced.prices import DEAREST, SHARE, Minimise, Prices, Problem, best_prices, least_rows
 from layerwise.search.solve.narrow import SLACK
 
 LOOKS = 4  # the most peaks to simulate of the choices that one search for prices has found

@@ -17,8 +17,8 @@ import numpy as np
 from layerwise.cost.additive import Choice, Costs, Moved, edges_of
 from layerwise.cost.model import EdgeName
 from layerwise.geometry.arrays import Floats
-from layerwise.search.priced.additive import Problem, least_by_base
 from layerwise.search.priced.choose import GAP, Seen
+from layerwise.search.priced.prices import Problem, least_by_base
 
 Together = Callable[[Choice], Iterable[Moved]]  # moves of several layers that are alike
 STARTS = 4  # the most choices from which moves start

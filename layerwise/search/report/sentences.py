@@ -184,12 +184,12 @@ def limit_lines(result: SearchResult) -> Iterator[str]:
     within, best, free = result.within, result.best, result.unlimited
     if within is None or not best.fits:
         return
-    have, need = units(within.limit_bytes, "B"), units(free.price.memory_bytes, "B")
+    have, need = units(result.memory_bytes, "B"), units(free.price.memory_bytes, "B")
     gain = faster(best.timeline.total_s / free.timeline.total_s - 1)
     yield f"The limit of {have} a device binds: a plan that needs {need} ({free.name}) would {gain}."
     for price in within.prices:
         if price.s_per_byte > 0:
-            yield price_line(price.s_per_byte, price.device, price.instant, within.limit_bytes)
+            yield price_line(price.s_per_byte, price.device, price.instant, result.memory_bytes)
     yield from choices(best.strategy.values())
 
 
