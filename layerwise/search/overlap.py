@@ -36,7 +36,7 @@ from layerwise.partition.ahead import begun_before
 from layerwise.partition.buckets import BUCKET_BYTES
 from layerwise.search.priced.choose import Seen
 from layerwise.search.priced.moves import Goal, Moves
-from layerwise.search.priced.prices import Problem, by_elimination, by_messages, least_rows, possible
+from layerwise.search.priced.prices import Problem, by_elimination, by_messages, least_rows
 from layerwise.search.priced.variants import Forms, Strategy, Variants
 from layerwise.search.solve.eliminate import sums_of
 
@@ -84,7 +84,7 @@ def overlapped(
     upper = step_s(known[0])
     rough = _problem(Cuts(model, space), step_s)
     game = least_rows(rough, by_messages, rounds=ROUGH)
-    keep = possible(rough.base, [game.charge, *game.rows], upper)
+    keep = game.possible(rough.base, upper)
     for strategy in known:
         saved = {name: config.saving(recompute=False, states=config.states) for name, config in strategy.items()}
         for name, variant in space.choice(strategy if forms is None else saved).items():

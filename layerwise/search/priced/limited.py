@@ -257,7 +257,7 @@ class LimitedSearch:
         together = partial(space.together, self.model)
         best, size = lightest(problem, together, begin, wanted, PEAKS if bound <= wanted * SLACK or not wanted else FEW)
         if bound < size and (bound <= wanted * SLACK or not wanted):
-            tables = tables.restrict(possible(space.base, [game.charge, *game.rows], size))
+            tables = tables.restrict(game.possible(space.base, size))
             small, few = tables.space, self._problem(tables)
             work = sums_of({name: len(these) for name, these in small.bases.items()}, self.edges)
             closer = least_rows(few, self.minimise if work <= WORK else by_messages)

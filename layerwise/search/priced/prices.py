@@ -148,6 +148,10 @@ class Prices:
         """The sum of the rows, each times its price; for `least_rows` their mean, which is never above the fullest."""
         return weighted_sum(list(self.price.values()), self.rows)
 
+    def possible(self, base: Mapping[str, Ints], most: float) -> dict[str, Mask]:
+        """(V_l,) True for variants that may be part of a choice of which no row is more than `most`; by `least_rows`."""
+        return possible(base, [self.charge, *self.rows], most)
+
     def mixture(self, limit: float) -> Floats:
         """(choices,) the share of each choice in the mixture that fits on average and takes the least time."""
         return _fit_on_average(self.met, self.taken(list(self.price)), limit, max(self.met[0].cost, 1e-30))[0]
