@@ -149,7 +149,7 @@ class Prices:
         return weighted_sum(list(self.price.values()), self.rows)
 
     def possible(self, base: Mapping[str, Ints], most: float) -> dict[str, Mask]:
-        """(V_l,) True for variants that may be part of a choice of which no row is more than `most`; by `least_rows`."""
+        """(V_l,) True for variants that may be part of a choice of which no row is above `most`, by `least_rows`."""
         return possible(base, [self.charge, *self.rows], most)
 
     def mixture(self, limit: float) -> Floats:
