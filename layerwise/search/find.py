@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from layerwise.config import Config, SearchSpace
-from layerwise.cost.model import Configs, CostModel, Progress
+from layerwise.cost.model import Configs, CostModel, CostTables, Progress
 from layerwise.cost.price import MEASURED_ERROR, complete
 from layerwise.cost.timeline.simulate import timeline
 from layerwise.errors import LayerwiseError
@@ -26,7 +26,7 @@ from layerwise.search.priced.limited import LimitedSearch
 from layerwise.search.priced.variants import OFFERS, Forms, Strategy, Variants
 from layerwise.search.result import Candidate, SearchResult, error_between, preferred, timeline_s
 from layerwise.search.solve.eliminate import Optimum
-from layerwise.search.solve.narrow import Narrowed, exact_optimum, narrow, strategy_of
+from layerwise.search.solve.narrow import exact_optimum, narrow, strategy_of
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ class Priced:
     configs: Configs  # of every layer
     free: Mapping[str, dict[str, Config]]  # baselines as usual
     named: Mapping[str, dict[str, Config]]  # baselines with the space's fixed layers
-    narrowed: Narrowed
+    tables: CostTables  # with lower bounds for transfers
+    upper_s: float  # by equation 1, of the best strategy so far
     limit: float  # bytes of a device
     offer: tuple[str, ...]  # of OFFERS: what may save memory
     memory_bytes: float  # of search tables
@@ -177,13 +178,15 @@ def price(
     named = {name: strategy | fixed for name, strategy in free.items()}
     model.learn(list(named.values()))
     configs = configurations(model, space, named)
+    tables, upper_s = narrow(model, configs, list(named.values()), progress)
     priced = Priced(
         model=model,
         space=space,
         configs=configs,
         free=free,
         named=named,
-        narrowed=(narrowed := narrow(model, configs, list(named.values()), progress)),
+        tables=tables,
+        upper_s=upper_s,
         limit=limit,
         offer=offer,
         memory_bytes=memory_bytes,
@@ -191,8 +194,7 @@ def price(
         effort="quick" if all(len(these) == 1 for these in configs.values()) else effort,
         progress=progress,
     )
-    priced.seconds["tables"] = time.perf_counter() - started - narrowed.bounding_s
-    priced.seconds["search"] = narrowed.bounding_s
+    priced.took("tables", started)
     return priced
 
 
@@ -209,14 +211,14 @@ def choose(priced: Priced, known: Mapping[str, Candidate]) -> Chosen:
     """The second stage: the optimum of equation 1, without a memory limit. known: baselines, which
     may be the optimum.
     """
-    started, narrowed = time.perf_counter(), priced.narrowed
-    small, optimum = exact_optimum(priced.model, narrowed.tables, narrowed.upper_s, priced.memory_bytes)
+    started = time.perf_counter()
+    small, optimum = exact_optimum(priced.model, priced.tables, priced.upper_s, priced.memory_bytes)
     priced.took("search", started)
     best = priced.candidate(strategy_of(small.configs, optimum.choice))
     if not optimum.proven:  # a baseline may be better than elimination's result
         best = min([best, *known.values()], key=lambda c: c.price.step_time_s)
         optimum = replace(optimum, cost_s=min(optimum.cost_s, best.price.step_time_s))
-    return Chosen(best, optimum, sum(map(len, narrowed.tables.configs.values())))
+    return Chosen(best, optimum, sum(map(len, priced.tables.configs.values())))
 
 
 def choose_within(priced: Priced, known: Sequence[Strategy]) -> tuple[Within, Least | None]:

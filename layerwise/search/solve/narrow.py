@@ -9,7 +9,6 @@ optimum if its own transfers are exact; if not, they are made exact, and the sea
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -32,22 +31,15 @@ ROUNDS = 8  # of looking for the devices that limit the best strategy
 Configs = Mapping[str, tuple[Config, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class Narrowed:
-    """Tables of what is left, and the cost of the best strategy so far."""
-
-    tables: CostTables  # with lower bounds for transfers
-    upper_s: float
-    bounding_s: float  # time of the message passing
-
-
 def narrow(
     model: CostModel, configs: Configs, named: Sequence[Mapping[str, Config]], progress: Progress | None = None
-) -> Narrowed:
-    """Drops the configurations that no optimum contains; `named` are known strategies."""
+) -> tuple[CostTables, float]:
+    """Tables of the configurations that an optimum may contain, with lower bounds for transfers, and the cost of the
+    best strategy so far. named: known strategies.
+    """
     check_room(model, configs)
     upper_s = min(map(model.step_s, named), default=np.inf)
-    left, bounding_s = None, 0.0
+    left: CostTables | None = None
     # The first device has a cell in every configuration; for the inner device see `telling_devices`.
     for watched in ((0,), (model.devices.count // 3,), None):
         if left is not None and max(map(len, configs.values())) <= FEW:
@@ -56,16 +48,14 @@ def narrow(
         if left is not None:
             raised_s = {edge: np.maximum(cost, tables.transfer[edge]) for edge, cost in left.transfer.items()}
             tables = replace(tables, transfer=raised_s)
-        started = time.perf_counter()
         bounds = Messages(tables.transfer, list(configs)).bounds(tables.node, SWEEPS)
-        bounding_s += time.perf_counter() - started
         upper_s = min(upper_s, model.step_s(strategy_of(configs, bounds.choice)))
         if not np.isfinite(upper_s):
             raise LayerwiseError("every strategy takes infinitely long: check the profile's latencies and rates")
         left = restrict(tables, bounds.within(upper_s))
         configs = left.configs
     assert left is not None
-    return Narrowed(left, upper_s, bounding_s)
+    return left, upper_s
 
 
 def check_room(model: CostModel, configs: Configs) -> None:

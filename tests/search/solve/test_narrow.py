@@ -66,9 +66,9 @@ def same_optima(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) ->
     configs = drawn(model, data, 8)
     few = data.draw(st.sampled_from([0, module.FEW]))  # with better bounds, and without
     with mock.patch.object(module, "FEW", few):
-        narrowed = narrow(model, configs, [])
+        left, upper_s = narrow(model, configs, [])
     best = eliminate(model.tables(configs)).cost_s
-    small, found = exact_optimum(model, narrowed.tables, narrowed.upper_s, 2.0**31)
+    small, found = exact_optimum(model, left, upper_s, 2.0**31)
     assert found.cost_s == pytest.approx(best, rel=1e-12)
     assert model.step_s(strategy_of(small.configs, found.choice)) == pytest.approx(best, rel=1e-12)
 
@@ -194,9 +194,9 @@ def test_the_search_over_pruned_tables_is_the_search_over_full_ones(
     space = SearchSpace(devices, spread=devices > 2)
     named = {name: complete(model, baseline(model, name)) for name in NAMES}
     configs = configurations(model, space, named)
-    narrowed = narrow(model, configs, list(named.values()))
+    left, upper_s = narrow(model, configs, list(named.values()))
     best = eliminate(model.tables(configs)).cost_s
-    last, found = exact_optimum(model, narrowed.tables, narrowed.upper_s, 2.0**31)
+    last, found = exact_optimum(model, left, upper_s, 2.0**31)
     assert found.cost_s == pytest.approx(best, rel=1e-12)
     assert model.step_s(strategy_of(last.configs, found.choice)) == pytest.approx(best, rel=1e-12)
-    assert best <= narrowed.upper_s * (1 + 1e-12)
+    assert best <= upper_s * (1 + 1e-12)
