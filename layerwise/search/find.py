@@ -23,8 +23,8 @@ from layerwise.search.baselines import configurations
 from layerwise.search.overlap import GAIN, Effort, overlapped
 from layerwise.search.priced.answers import Least, Within
 from layerwise.search.priced.limited import LimitedSearch
-from layerwise.search.priced.variants import OFFERS, Forms, Strategy, Variants
-from layerwise.search.result import Candidate, SearchResult, error_between, preferred, timeline_s
+from layerwise.search.priced.variants import OFFERS, Forms, Strategy
+from layerwise.search.result import Candidate, SearchResult, error_between, preferred
 from layerwise.search.solve.eliminate import Optimum
 from layerwise.search.solve.narrow import exact_optimum, narrow, strategy_of
 
@@ -259,16 +259,14 @@ def improve(priced: Priced, known: Sequence[Candidate], *, fits: bool) -> tuple[
     """
     if priced.effort == "quick" or not known:
         return [], None
-    started, model, known = time.perf_counter(), priced.model, sorted(known, key=timeline_s)
+    started, model, known = time.perf_counter(), priced.model, sorted(known, key=lambda c: c.timeline.total_s)
     cap = best_cap(model, known[0].strategy)
-    forms = Forms.of(model.graph, model.devices.count, priced.offer, dict(priced.space.fixed))
-    saved = replace(forms, offered=tuple(form for form in forms.offered if not form[0]))
     strategies, bound_s = overlapped(
         model,
-        Variants.of(priced.configs, saved) if fits else Variants.grouped(priced.configs),
+        priced.configs,
         [c.strategy for c in known],
         lambda strategy: timeline(model, strategy, bucket_bytes=cap).total_s,
-        forms if fits and "recompute" in priced.offer else None,
+        Forms.of(model.graph, model.devices.count, priced.offer, dict(priced.space.fixed)) if fits else None,
         effort=priced.effort,
         limit=priced.limit if fits else float("inf"),
         memory_bytes=priced.memory_bytes,
@@ -303,11 +301,11 @@ def _limit(model: CostModel, space: SearchSpace, memory_limit_bytes: float | Non
 def decide(optima: Sequence[Candidate], baselines: Mapping[str, Candidate], *, heed_memory: bool = True) -> Candidate:
     """The best by `preferred`; data parallelism if the gain over it is within the model's error."""
     everyone = [baselines["data"], *optima, *(c for name, c in baselines.items() if name != "data")]
-    best = preferred(everyone) if heed_memory else min(everyone, key=timeline_s)
+    best = preferred(everyone) if heed_memory else min(everyone, key=lambda c: c.timeline.total_s)
     data = baselines["data"]
     if best is data or (heed_memory and data.fits != best.fits):
         return best
-    best_s, data_s = timeline_s(best), timeline_s(data)
+    best_s, data_s = best.timeline.total_s, data.timeline.total_s
     if best_s >= data_s * (1 - MEASURED_ERROR):  # no error is smaller
         return data
     return data if best_s >= data_s * (1 - error_between(data, best)) else best

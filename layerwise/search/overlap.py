@@ -25,7 +25,7 @@ from layerwise.cost.additive import Choice, Costs, Moved, edges_of
 from layerwise.cost.collectives import GroupShape, least_rate
 from layerwise.cost.memory.rows import byte_rows
 from layerwise.cost.memory.step import fullest_bytes
-from layerwise.cost.model import CostModel, EdgeName
+from layerwise.cost.model import Configs, CostModel, EdgeName
 from layerwise.cost.terms import COMPUTE, LAYER_TERMS, Collective, gradients_of, shares_of
 from layerwise.cost.transfer import telling_devices
 from layerwise.geometry.arrays import Floats, Ints
@@ -56,7 +56,7 @@ WORK = 2e7  # sums of an elimination: beyond that, messages bound as well as the
 
 def overlapped(
     model: CostModel,
-    space: Variants,
+    configs: Configs,
     known: Sequence[Strategy],
     step_s: Callable[[Strategy], float],
     forms: Forms | None = None,
@@ -71,14 +71,15 @@ def overlapped(
 
     Args:
         model: The network on its machine.
-        space: The configurations of every layer, none recomputed if `forms` are given.
+        configs: The configurations of every layer.
         known: Strategies of the space that fit, fastest first.
         step_s: The simulated step of a strategy.
-        forms: Forms in which layers may also be recomputed. That lowers no row, so bounds need not know it.
+        forms: Forms that layers may have. Recomputation lowers no row, so bounds need not know it.
         effort: How many steps to simulate.
         limit: Bytes that no device may exceed.
         memory_bytes: Bytes of a search table.
     """
+    space = Variants.grouped(configs) if forms is None else Variants.of(configs, forms.saved)
     if _entries(model, space) > ENTRIES:
         return [], 0.0
     upper = step_s(known[0])
@@ -86,9 +87,10 @@ def overlapped(
     game = least_rows(rough, by_messages, rounds=ROUGH)
     keep = game.possible(rough.base, upper)
     for strategy in known:
-        saved = {name: config.saving(recompute=False, states=config.states) for name, config in strategy.items()}
-        for name, variant in space.choice(strategy if forms is None else saved).items():
-            keep[name][variant] = True
+        for name, config in strategy.items():
+            saved = config.saving(recompute=False, states=config.states)
+            known_as = config if forms is None or name in forms.fixed else saved
+            keep[name][space.places[name][known_as]] = True
     small = space.restrict(keep) if forms is None else space.restrict(keep).recomputed(forms)
     if _entries(model, small) > CLOSELY:
         return [], min(max(game.bound, 0.0), upper)

@@ -334,7 +334,6 @@ class LimitedSearch:
 
     def _formed_s(self, layer: Layer, cells: tuple[Config, ...]) -> Floats:
         """(C,) the seconds of a layer in its fastest form; recomputation only adds to them."""
-        forms = replace(self.forms, offered=tuple(form for form in self.forms.offered if not form[0]))
-        formed = forms.of_layers(layer.name, cells)
+        formed = self.forms.saved.of_layers(layer.name, cells)
         cost = self.model.node_cost(layer, tuple(formed)).total
         return least_by_base(cost, np.array(list(formed.values())))[0]
