@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Final
 
 MOST: Final = 260  # characters that are repeated of one thing that a user gave: a path may have 255, and quotes
@@ -62,6 +63,20 @@ def _cut(text: str, most: int) -> str:
 def first_line(error: BaseException, most: int = 120) -> str:
     """The message of another library's error on one line, or the error's name where it has none."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:most]
+
+
+@contextmanager
+def foreign(what: str) -> Iterator[None]:
+    """Returns a context that turns errors of user code or of other libraries into a LayerwiseError.
+
+    It catches all classes, as a parser may raise anything for a damaged file. `what`: what failed.
+    """
+    try:
+        yield
+    except LayerwiseError:
+        raise
+    except Exception as error:
+        raise LayerwiseError(f"{what}: {first_line(error, 200)}") from error
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

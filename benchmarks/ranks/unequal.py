@@ -62,8 +62,9 @@ def plans(name: str, world: World, job: Job) -> tuple[dict[str, Plan], dict[str,
     batch = network.global_batch(world.size)
     with torch.device("meta"):
         graph = fuse(from_torch(network.build(), (torch.empty(2, *network.input_shape),), name=name).rebatch(batch))
-    request = Request(f"benchmarks.common.networks:{name}", torch.float32, world.memory_bytes, OPTIMIZER)
-    machine = machine_of(graph, world, request, ParallelOptions(measure_s=job.measure_s), measure=True)
+    options = ParallelOptions(measure_s=job.measure_s, optimizer=OPTIMIZER)
+    request = Request(f"benchmarks.common.networks:{name}", world.memory_bytes, options)
+    machine = machine_of(graph, world, request, measure=True)
     planner, texts, about = Planner(graph, world, machine.profile, request), [""], dict[str, object]()
     if world.comm.rank == 0:
         choice = planner.choose(None)

@@ -88,6 +88,7 @@ class ParallelOptions:
     comm: Comm | None = None
 
 
+DEFAULT = ParallelOptions()
 ALIKE = ("optimizer", "io", "local_batch_norm", "race", "samples_together")  # plain options that ranks compare
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from rich.console import RenderableType
 from torch import nn
 
-from layerwise.api.arguments import ParallelOptions, check_autocast
+from layerwise.api.arguments import check_autocast
 from layerwise.api.machine import machine_of
 from layerwise.api.planner import Choice, Planner, Request, Strategy, report
 from layerwise.api.race import agreed_plans, contenders, kept, line, race
@@ -43,23 +44,22 @@ class Task:
     model: Model
     call: Call  # what one rank calls it with
     batch: int  # samples of all ranks together
-    plan: Plan | None  # the user's
-    strategy: Strategy | None
     world: World
     request: Request
-    runtime: RuntimeOptions
-    options: ParallelOptions
+    plan: Plan | None = None  # the user's
+    strategy: Strategy | None = None
+    compile: Mapping[str, Any] | None = None  # torch.compile's arguments
     calls: Sequence[RecordedCall] = ()  # the ways in which it is called; (): by `call` alone
     as_called: bool = False  # with this batch alone
 
     def build(self) -> Built:
         """Returns the module. LayerwiseError where the model cannot be imported, or no plan fits."""
-        a_module = isinstance(self.model, nn.Module)
+        a_module, options = isinstance(self.model, nn.Module), self.request.options
         with without_hooks(self.model) if isinstance(self.model, nn.Module) else nullcontext():
-            shared = self.options.shared
+            shared = options.shared
             if self.plan is not None and shared is None:
                 shared = self.plan.shared
-            together = self.options.samples_together or (self.plan is not None and self.plan.together)
+            together = options.samples_together or (self.plan is not None and self.plan.together)
             how = partial(network, self.model, batch=self.batch, shared=shared, together=together)
             made, _ = agree(self.world.comm, lambda: (self._imported(partial(how, as_called=self.as_called)), None))
             ways = [replace(one, itself=a_module) for one in made]
@@ -80,17 +80,25 @@ class Task:
 
     def _by_layers(self, imported: Network, dtype: torch.dtype, ways: Sequence[Network]) -> Built:
         """LayerwiseError where no plan fits, or the module has what layers would leave out."""
-        world, plan = self.world, self.plan
+        world, plan, options = self.world, self.plan, self.request.options
         world.comm.handshake({"model": imported.graph.digest, "element type": str(dtype)})
         graph = fuse(imported.graph) if plan is None else plan.layers(imported.graph)
         check_autocast(self.request.autocast, dtype)
         request = replace(self.request, dtype=dtype)
         chosen = plan is not None or isinstance(self.strategy, str)
-        machine = machine_of(graph, world, request, self.options, measure=not chosen)
+        machine = machine_of(graph, world, request, measure=not chosen)
         planner = Planner(graph, world, machine.profile, request)
         choice = alone(world.comm, lambda: planner.choose(self.strategy) if plan is None else planner.priced(plan))
-        runtime = replace(self.runtime, dtype=dtype)
-        if self.options.race > 1 and world.size > 1:
+        runtime = RuntimeOptions(
+            self.world.comm.device,
+            dtype,
+            seed=options.seed,
+            local_batch_norm=options.local_batch_norm,
+            compile=self.compile,
+            compare_ranks=options.compare_ranks,
+            compare_model=options.compare_model,
+        )
+        if options.race > 1 and world.size > 1:
             choice = self._raced(choice, imported, runtime)
         told = {"shared": list(imported.shared)} if imported.shared else {}
         if choice is not None and (told or imported.together):
@@ -123,10 +131,11 @@ class Task:
     def _add_ways(self, run: LayeredRun, ways: Sequence[Network], planner: Planner, plan: Plan) -> None:
         """Plans every other way in which the model is called, around the same boxes of parameters."""
         comm, run.calls = self.world.comm, CallPlans(run, run.evaluation)
+        quick = replace(planner.request, options=replace(planner.request.options, effort="quick"))
         for way, recorded in zip(ways, self.calls, strict=True):
             agreed = plan
             if way is not ways[-1]:
-                beside = replace(planner, graph=fuse(way.graph), request=replace(planner.request, effort="quick"))
+                beside = replace(planner, graph=fuse(way.graph), request=quick)
                 choice = alone(comm, partial(beside.choose, None, plan))
                 text = comm.broadcast_text("" if choice is None else choice.plan.dumps())
                 agreed = parse_plan(text, "rank 0's plan")
@@ -135,11 +144,10 @@ class Task:
     def _raced(self, choice: Choice | None, imported: Network, runtime: RuntimeOptions) -> Choice | None:
         """Returns the choice whose plan is fastest on these ranks; None on ranks other than 0, as before."""
         comm = self.world.comm
-        if self.request.io is not None:
+        if self.request.options.io is not None:
             raise LayerwiseError("race= feeds each rank its samples: leave io= out of ParallelOptions")
-        choices = alone(comm, lambda: [] if choice is None else contenders(choice, self.options.race))
+        choices = alone(comm, lambda: [] if choice is None else contenders(choice, self.request.options.race))
         plans = agreed_plans(comm, lambda: [c.plan for c in choices or ()])
-        runtime = replace(runtime, local_batch_norm=self.request.local_batch_norm)
         training, autocast = not self.request.inference, self.request.autocast
         winner, runs = race(plans, imported, comm, runtime, self.call, training=training, autocast=autocast)
         if not choices:

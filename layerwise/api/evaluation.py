@@ -26,20 +26,17 @@ def classes(out: object, target: Tensor) -> bool:
     return fits and not target.is_floating_point()
 
 
-def evaluate(
-    module: ParallelModule, held_out: Feed, metrics: Mapping[str, Metric], after: Callable[[], None]
-) -> dict[str, float]:
+def evaluate(module: ParallelModule, held_out: Feed, metrics: Mapping[str, Metric]) -> dict[str, float]:
     """Returns each metric by its name: means over all samples. Every rank calls this alike.
 
     The last batch is filled up to the plan's size with samples that do not count. Accuracy comes by itself where the
-    outputs are scores of classes. `after` is called after every batch.
+    outputs are scores of classes.
     """
     count, size, totals = len(held_out.dataset), of(module).plan.batch, dict[str, float]()
     batches = [[i if i < count else 0 for i in range(first, first + size)] for first in range(0, count, size)]
     with evaluating(module):
         for first, (inputs, targets) in zip(range(0, count, size), held_out.batches(module, batches), strict=True):
             out = module(*inputs, batch=size)
-            after()
             counts = torch.arange(first, first + size)[of(module).share(size)] < count
             counted, target = _counted(out, counts), targets[counts]
             if not int(counts.sum()):

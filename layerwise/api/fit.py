@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -18,23 +16,21 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from layerwise import checkpoint as checkpoints
-from layerwise.api.arguments import ParallelOptions, check_autocast
+from layerwise.api.arguments import DEFAULT, ParallelOptions, check_autocast
 from layerwise.api.evaluation import Metric, evaluate
 from layerwise.api.feed import check_loss, feed, shuffled
 from layerwise.api.optimizers import OptimizerLike, SchedulerLike, build, planned
 from layerwise.api.optimizers import check as check_optimizer
-from layerwise.api.parallelize import DEFAULT, Further, parallelize, plan_or_strategy
+from layerwise.api.parallelize import Further, parallelize, plan_or_strategy
 from layerwise.api.source import Model
 from layerwise.api.world import ranks_here
 from layerwise.arguments import Count, Natural, NotNegative, checked
-from layerwise.checkpoint.signals import handled
 from layerwise.cli import console
-from layerwise.comm.guard import noted
 from layerwise.comm.start import default_device
 from layerwise.errors import LayerwiseError
 from layerwise.progress import progress_bar
-from layerwise.run.parallel import ParallelModule, of, restore
-from layerwise.train.loop import Meetings, least
+from layerwise.run.parallel import of, restore
+from layerwise.train.loop import least
 
 BATCH = 32  # samples of all ranks together, by default
 
@@ -45,28 +41,20 @@ class Epoch:
 
     number: int  # from 1
     loss: float  # the mean over its samples
-    seconds: float  # of the slowest rank, in this call
-    samples: int  # likewise
+    seconds: float  # of the slowest rank
     held_out: Mapping[str, float]  # loss and metrics over the held-out samples, by name
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Fitted:
-    """The model, trained, its optimizer, and what each epoch came to (those of this call)."""
+    """The model, trained, its optimizer, and what each epoch of this call came to."""
 
     module: nn.Module
     optimizer: Optimizer
     history: list[Epoch] = field(default_factory=list)
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Returns the full model's state dict, on the CPU; every rank calls this."""
-        if isinstance(self.module, ParallelModule):
-            return of(self.module).full_state_dict()
-        return {name: value.detach().cpu().clone() for name, value in self.module.state_dict().items()}
-
 
 @checked
-@handled(noted, signal.SIGUSR1)  # outside of the steps there is nothing to save
 def fit(
     model: Model,
     data: object,
@@ -110,8 +98,7 @@ def fit(
         scheduler: The optimizer's scheduler, or a function of the optimizer. It steps once an epoch.
         clip_norm: The largest norm that all gradients together may have.
         autocast: torch.bfloat16 for mixed precision, in which model and loss are computed.
-        checkpoint: A folder that all ranks share. It is written after every epoch, and where SIGUSR1 or SIGTERM asks
-            for it; SIGTERM then ends the program with `checkpoint.STOPPED`.
+        checkpoint: A folder that all ranks share. It is written after every epoch.
         resume: Whether to go on from the checkpoint, which may be another number of ranks'.
         options: Those of `parallelize`; the optimizer is known.
         keywords: The other arguments of `parallelize`: strategy, memory_limit, compile and device_mesh.
@@ -152,81 +139,57 @@ def fit(
     plain = isinstance(model, nn.Module) and not any(p.is_meta for p in model.parameters())
     # The data is loaded to the CPU; where there are GPUs, this rank's computes.
     device = default_device(int(os.environ.get("LOCAL_RANK", "0")))
-    inputs = tuple(x.to(device) for x in train.example())
+    example = tuple(x.to(device) for x in train.example())
     settings = replace(options, optimizer=planned(optimizer))
-    module = parallelize(model, inputs, batch=batch, autocast=autocast, options=settings, **keywords)
+    module = parallelize(model, example, batch=batch, autocast=autocast, options=settings, **keywords)
     comm, plan, device = of(module).comm, of(module).plan, of(module).device
     built = build(optimizer, module)
     schedule = scheduler if scheduler is None or isinstance(scheduler, LRScheduler) else scheduler(built)
+    arithmetic = nullcontext() if autocast is None else torch.autocast(device.type, autocast)
     # A last batch of less than half joins the one before: so all ranks have a part of it.
     epoch_of = partial(shuffled, count, plan.batch, max(-(-plan.batch // 2), least(plan)), options.seed)
-    arithmetic = nullcontext() if autocast is None else torch.autocast(device.type, autocast)
-    each, done, saved = len(epoch_of(0)), 0, -1
-    facts = {"samples": count, "batch": plan.batch, "seed": options.seed, "steps an epoch": each}
+    facts = {"samples": count, "batch": plan.batch, "seed": options.seed, "steps an epoch": len(epoch_of(0))}
     resumed = checkpoints.resume(checkpoint, module, built, facts) if resume and checkpoint is not None else None
-    if resumed is not None:
-        done = int(resumed[1]["steps"])
-        if schedule is not None:
-            schedule.load_state_dict(resumed[1]["scheduler"])
-
-    def save() -> None:
-        nonlocal saved
-        if checkpoint is not None and done != saved:
-            saved, state = done, {} if schedule is None else {"scheduler": schedule.state_dict()}
-            checkpoints.save(checkpoint, module, built, {**facts, "steps": done, **state})
-
-    def end_if_asked() -> None:
-        """Saves if a signal has asked for it. Raises SystemExit if that is SIGTERM."""
-        number = signals.received()
-        if number is not None:
-            save()
-        if number == signal.SIGTERM:
-            sys.exit(checkpoints.STOPPED)
-
-    meetings = Meetings(comm)
+    done = int(resumed[1]["epochs"]) if resumed is not None else 0
+    if resumed is not None and schedule is not None:
+        schedule.load_state_dict(resumed[1]["scheduler"])
     fitted, printing = Fitted(module, built), comm.rank == 0 and options.verbose
-    with checkpoints.SaveSignals(comm).taken(stop=checkpoint is not None) as signals:
-        while done < epochs * each:
-            batches, began = epoch_of(done // each)[done % each :], time.perf_counter()
-            total, first = torch.zeros((), dtype=torch.float64), done
-            module.train()
-            with progress_bar("training", quiet=not printing) as bar:
-                for numbers, (feeds, target) in zip(batches, train.batches(module, batches), strict=True):
-                    built.zero_grad()
-                    with arithmetic:
-                        value = loss(module(*feeds, batch=len(numbers)), target)
-                    if not isinstance(value, Tensor):
-                        raise LayerwiseError(
-                            f"loss gave a {type(value).__name__}; it must give a tensor, the mean over samples"
-                        )
-                    value.backward()  # type: ignore[no-untyped-call]
-                    if clip_norm is not None:
-                        of(module).clip_grad_norm_(clip_norm)
-                    built.step()
-                    total = total + value.detach().double() * len(target)
-                    done += 1
-                    if bar is not None:
-                        bar(done - first, len(batches))
-                    if meetings.due() and done % each:  # after the last the scheduler steps before anything is saved
-                        end_if_asked()
-            sums, seconds = zip(*comm.all_gather_object((float(total), time.perf_counter() - began)), strict=True)
-            if schedule is not None:
-                schedule.step()
-            results: dict[str, float] = {}
-            if evaluation is not None:
+    for epoch in range(done, epochs):
+        batches, began, total = epoch_of(epoch), time.perf_counter(), torch.zeros((), dtype=torch.float64)
+        module.train()
+        with progress_bar("training", quiet=not printing) as bar:
+            for step, (inputs, target) in enumerate(train.batches(module, batches)):
+                built.zero_grad()
                 with arithmetic:
-                    results = evaluate(module, evaluation, {**(metrics or {}), "loss": loss}, end_if_asked)
-            samples = sum(map(len, batches))
-            mean = (sums[0] if plan.io != "sample" else sum(sums)) / samples
-            fitted.history.append(Epoch(done // each, mean, max(seconds), samples, results))
-            if printing:
-                found = ", ".join(f"{name} {value:.4g}" for name, value in results.items())
-                found = f"held out: {found}  " if found else ""
-                rate = f"{samples / max(*seconds, 1e-9):,.0f} samples/s"
-                line = f"epoch {done // each}/{epochs}  loss {mean:.6g}  {found}{rate}"
-                console().print(line, soft_wrap=True)
-            save()
-            end_if_asked()
+                    value = loss(module(*inputs, batch=len(batches[step])), target)
+                if not isinstance(value, Tensor):
+                    raise LayerwiseError(
+                        f"loss gave a {type(value).__name__}; it must give a tensor, the mean over samples"
+                    )
+                value.backward()  # type: ignore[no-untyped-call]
+                if clip_norm is not None:
+                    of(module).clip_grad_norm_(clip_norm)
+                built.step()
+                total = total + value.detach().double() * len(target)
+                if bar is not None:
+                    bar(step + 1, len(batches))
+        sums, seconds = zip(*comm.all_gather_object((float(total), time.perf_counter() - began)), strict=True)
+        if schedule is not None:
+            schedule.step()
+        results: dict[str, float] = {}
+        if evaluation is not None:
+            with arithmetic:
+                results = evaluate(module, evaluation, {**(metrics or {}), "loss": loss})
+        mean = (sums[0] if plan.io != "sample" else sum(sums)) / count
+        fitted.history.append(Epoch(epoch + 1, mean, max(seconds), results))
+        if printing:
+            found = ", ".join(f"{name} {value:.4g}" for name, value in results.items())
+            found = f"held out: {found}  " if found else ""
+            rate = f"{count / max(*seconds, 1e-9):,.0f} samples/s"
+            console().print(f"epoch {epoch + 1}/{epochs}  loss {mean:.6g}  {found}{rate}", soft_wrap=True)
+        if checkpoint is not None:
+            state = {} if schedule is None else {"scheduler": schedule.state_dict()}
+            checkpoints.save(checkpoint, module, built, {**facts, "epochs": epoch + 1, **state})
     if plain:
         restore(module)
     return fitted

@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from layerwise.api.arguments import ParallelOptions
 from layerwise.api.planner import Planner, Request
 from layerwise.api.world import World
 from layerwise.comm.solo import SoloComm
@@ -101,14 +100,13 @@ def cache_file(world: World) -> Path:
     return folder() / f"{name}-{world.nodes}x{world.gpus_per_node}-{world.size}-{backend}.json"
 
 
-def machine_of(
-    graph: LayerGraph, world: World, request: Request, options: ParallelOptions, *, measure: bool
-) -> Machine:
+def machine_of(graph: LayerGraph, world: World, request: Request, *, measure: bool) -> Machine:
     """Returns what is known of these ranks, checked, and measured now where it is missing or has changed.
 
     Every rank calls it; on ranks other than 0, which do not plan, the answer counts for nothing. measure: False only
     checks what is known.
     """
+    options = request.options
     if options.profile is not None:
         machine = named_profile(options.profile)
         pairs = set(zip(machine.profile.kind_of, world.kinds, strict=False))

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
-from layerwise.api.arguments import ParallelOptions, check, check_autocast, facts
+from layerwise.api.arguments import DEFAULT, ParallelOptions, check, check_autocast, facts
 from layerwise.api.build import Task
 from layerwise.api.loaders import example_of
 from layerwise.api.planner import Request, Strategy
@@ -31,11 +31,8 @@ from layerwise.plan import Plan, load_plan
 from layerwise.process import process_kept
 from layerwise.quantities import parse_bytes
 from layerwise.run.compiling import settings_of
-from layerwise.run.options import RuntimeOptions
 from layerwise.run.parallel import ParallelModule, of
 from layerwise.run.step_check import StepCheck
-
-DEFAULT = ParallelOptions()
 
 
 class Further(TypedDict, total=False):
@@ -171,19 +168,19 @@ def parallelize(
     have = world.memories[0] if world.memories else world.memory_bytes
     available = have - reserved_bytes(have, device.type)
     memory = available if memory_limit is None else parse_bytes(memory_limit, "memory_limit")
-    local = options.local_batch_norm
-    request = Request(
-        _title(model), torch.float32, memory, options.optimizer, local, autocast, io, inference, options.effort
-    )
-    runtime = RuntimeOptions(
-        device,
-        seed=options.seed,
-        local_batch_norm=local,
+    request = Request(_title(model), memory, options, autocast=autocast, inference=inference)
+    task = Task(
+        model,
+        call,
+        samples,
+        world,
+        request,
+        plan=plan,
+        strategy=named,
         compile=settings,
-        compare_ranks=options.compare_ranks,
-        compare_model=options.compare_model,
+        calls=calls,
+        as_called=as_called,
     )
-    task = Task(model, call, samples, plan, named, world, request, runtime, options, calls, as_called)
     module, shown = task.build()
     if inference:
         module.eval().requires_grad_(False)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 
+from layerwise.api.arguments import DEFAULT, ParallelOptions
 from layerwise.api.world import World
 from layerwise.config import Config, SearchSpace, is_legal
 from layerwise.cost.model import CostModel, CostOptions
@@ -22,7 +22,6 @@ from layerwise.report.content import Lines, Part, Report
 from layerwise.search.baselines import NAMES, baseline, fixed_layers
 from layerwise.search.find import candidate, search
 from layerwise.search.make_plan import make_plan
-from layerwise.search.overlap import Effort
 from layerwise.search.priced.variants import OFFERS
 from layerwise.search.remedies import remedies
 from layerwise.search.report.sentences import nothing_fits, step_range, why_data
@@ -51,14 +50,11 @@ class Request:
     """The demands on a plan."""
 
     name: str  # the model's
-    dtype: torch.dtype  # the model's
     memory_bytes: float  # a device's limit
-    optimizer: str = "sgd"  # for the memory of its state
-    local_batch_norm: bool = False
+    options: ParallelOptions = DEFAULT
+    dtype: torch.dtype = torch.float32  # the model's
     autocast: torch.dtype | None = None  # mixed precision: the type of the torch.autocast around the model's calls
-    io: Literal["boxes", "free"] | None = None  # what each rank feeds; None: its samples, where there are enough
     inference: bool = False  # for the forward pass alone
-    effort: Effort = "normal"  # how long the plan is improved by its simulated step
 
     @property
     def precision(self) -> str:
@@ -81,14 +77,15 @@ class Planner:
 
         Else its boxes, where the model returns its loss; whole samples of an output are what a loop takes its loss of.
         """
-        dtype, graph, kinds = self.request.precision, self.graph, self.profile.kinds or (self.profile.processor,)
+        dtype, graph, asked = self.request.precision, self.graph, self.request.options
+        kinds = self.profile.kinds or (self.profile.processor,)
         few = graph.batch < self.world.size
         rows = any(x not in graph.losses and graph[x].out.index("n") is not None for x in graph.layers[-1].inputs)
         return CostOptions(
-            io=self.request.io or ("free" if few and rows else "auto"),
-            optimizer=self.request.optimizer,
+            io=asked.io or ("free" if few and rows else "auto"),
+            optimizer=asked.optimizer,
             dtype=dtype if all(dtype in kind.peak_flops for kind in kinds) else "float32",
-            local_batch_norm=self.request.local_batch_norm,
+            local_batch_norm=asked.local_batch_norm,
             kind="inference" if self.request.inference else "training",
         )
 
@@ -138,7 +135,7 @@ class Planner:
             notes.append(f"{few}: every rank is to be given the {given} (io {model.options.io}){takes}")
         fixed = _fixed(model, strategy, space.replicas) if beside is None else _beside(model.graph, beside)
         space = replace(space, fixed=tuple(fixed.items()))
-        result = search(model, space, effort=self.request.effort)
+        result = search(model, space, effort=self.request.options.effort)
         plan = make_plan(self.request.name, self.profile.name, model, space, result, fused=True)
         plan = replace(plan, device_order=self.world.device_order)
         searched = result if strategy is None else None

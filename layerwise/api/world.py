@@ -121,10 +121,10 @@ def join(
         order,
         names[0] if unequal else devices[0]["device"],
         min(rank["memory_bytes"] for rank in facts),
-        len(grid),
-        "" if len(members) == size else str(Members(members, size)),
-        tuple(names) if unequal else (),
-        tuple(device["memory_bytes"] for device in devices) if unequal else (),
+        replicas=len(grid),
+        group="" if len(members) == size else str(Members(members, size)),
+        kinds=tuple(names) if unequal else (),
+        memories=tuple(device["memory_bytes"] for device in devices) if unequal else (),
     )
 
 

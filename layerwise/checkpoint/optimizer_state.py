@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import isfinite
 from typing import Any, TypedDict
 
@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from layerwise.checkpoint.reader import SEAL, Reader
+from layerwise.checkpoint.shards import written
 from layerwise.errors import LayerwiseError
 from layerwise.files import JSON
 from layerwise.geometry import Box
@@ -33,7 +34,6 @@ class OptimizerFacts(TypedDict):
     groups: list[list[str]]  # the model's names
     settings: list[dict[str, JSON]]  # of each group
     numbers: dict[str, dict[str, JSON]]  # the state's numbers (Adam's `step`), by parameter and name
-    tensors: list[list[str]]  # parameter and name of the numbers that are tensors
 
 
 ParameterState = dict[str, object]  # of one parameter, as in Optimizer.state
@@ -46,7 +46,7 @@ def describe(optimizer: Optimizer, owned: Owned) -> tuple[OptimizerFacts, list[S
     Raises LayerwiseError for an optimizer of other parameters, or with state that cannot be split like its parameter.
     """
     kind = type(optimizer).__qualname__
-    facts = OptimizerFacts(kind=kind, groups=[], settings=[], numbers={}, tensors=[])
+    facts = OptimizerFacts(kind=kind, groups=[], settings=[], numbers={})
     shards: list[Shard] = []
     for local, group in _groups(optimizer, owned):
         facts["groups"].append([owned[parameter].name for parameter in local])
@@ -54,19 +54,16 @@ def describe(optimizer: Optimizer, owned: Owned) -> tuple[OptimizerFacts, list[S
         facts["settings"].append({key: _setting(kind, key, value) for key, value in settings.items()})
         for parameter in local:
             shard = owned[parameter]
-            written = shard.first and shard.box.volume > 0
             for key, value in optimizer.state.get(parameter, {}).items():
                 sound = isinstance(key, str) and "." not in key
                 made = replace(shard, name=f"{STATE}{shard.name}.{key}", aliases=())
                 if sound and isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape:
-                    if written:
+                    if written(shard):
                         shards.append(replace(made, tensor=local_tensor(value)))
                 elif sound and (not value.dim() if isinstance(value, Tensor) else _is_number(value)):
                     facts["numbers"].setdefault(shard.name, {})[key] = _json(value)
-                    if isinstance(value, Tensor):
-                        facts["tensors"].append([shard.name, key])
-                        if written and not any(shard.box.lo):
-                            shards.append(replace(made, shape=(), box=Box((), ()), tensor=value))
+                    if isinstance(value, Tensor) and written(shard) and not any(shard.box.lo):
+                        shards.append(replace(made, shape=(), box=Box((), ()), tensor=value))
                 else:
                     raise LayerwiseError(
                         f"{kind} stores {key!r} for {shard.name!r}, which is neither a number nor of the parameter's "
@@ -97,8 +94,6 @@ def merged(ranks: Sequence[OptimizerFacts | None], members: Sequence[int]) -> di
         for name, values in facts["numbers"].items():
             if numbers.setdefault(name, values) != values:
                 raise LayerwiseError(f"the optimizer state of {name!r} differs between ranks: {values} on rank {rank}")
-    for name, key in (named for facts in reported for named in facts["tensors"]):
-        numbers[name].pop(key, None)  # it is among the checkpoint's tensors
     groups = [
         {**settings, MEMBERS: list(dict.fromkeys(name for facts in reported for name in facts["groups"][i]))}
         for i, settings in enumerate(reported[0]["settings"])
@@ -106,30 +101,8 @@ def merged(ranks: Sequence[OptimizerFacts | None], members: Sequence[int]) -> di
     return {"kind": reported[0]["kind"], "groups": groups, "numbers": numbers}
 
 
-@dataclass(slots=True)
-class Prepared:
-    """An optimizer's saved state, with tensors still to be filled from the checkpoint's tensors of these names."""
-
-    states: dict[Parameter, ParameterState] = field(default_factory=dict)
-    groups: list[dict[str, Any]] = field(default_factory=list)
-    pending: list[tuple[str, Shard, Tensor]] = field(default_factory=list)
-
-    def restore(self, optimizer: Optimizer) -> None:
-        """Gives the state to the optimizer. Its load_state_dict would cast to the parameter's type."""
-        for parameter, state in self.states.items():
-            optimizer.state.pop(parameter, None)
-            if state:
-                optimizer.state[parameter] = state
-        for group, saved in zip(optimizer.param_groups, self.groups, strict=True):
-            for key, value in saved.items():
-                if isinstance(group.get(key), Tensor):
-                    group[key].fill_(value)
-                else:
-                    group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
-
-
-def prepare(optimizer: Optimizer, owned: Owned, reader: Reader) -> Prepared:
-    """Returns the saved state for this rank's parameters, and changes nothing.
+def prepare(optimizer: Optimizer, owned: Owned, reader: Reader) -> Callable[[], None]:
+    """Reads the saved state of this rank's parameters. Returns a function that gives it to the optimizer.
 
     Raises LayerwiseError if the saved optimizer is of another kind or has other parameters.
     """
@@ -150,7 +123,7 @@ def prepare(optimizer: Optimizer, owned: Owned, reader: Reader) -> Prepared:
             f"the checkpoint's {kind} has {len(groups)} parameter groups, but this optimizer has "
             f"{len(optimizer.param_groups)}"
         )
-    prepared = Prepared(groups=[{key: value for key, value in group.items() if key not in KERNEL} for group in groups])
+    restored: dict[Parameter, ParameterState] = {}
     keys: dict[str, list[str]] = {}
     for name in reader.tensors:
         if name.startswith(STATE):
@@ -166,7 +139,7 @@ def prepare(optimizer: Optimizer, owned: Owned, reader: Reader) -> Prepared:
         on_device = bool(group.get("capturable") or group.get("fused"))  # these kernels need all state on the device
         for parameter in local:
             shard = owned[parameter]
-            state = prepared.states[parameter] = dict(states.get(shard.name, {}))
+            state = restored[parameter] = dict(states.get(shard.name, {}))
             for key in keys.get(shard.name, ()):
                 name = f"{STATE}{shard.name}.{key}"
                 shape, dtype = reader.tensors[name].spec
@@ -177,9 +150,22 @@ def prepare(optimizer: Optimizer, owned: Owned, reader: Reader) -> Prepared:
                 if shape != shard.shape:
                     raise LayerwiseError(f"{name!r} has shape {shape} in the checkpoint, but {shard.shape} here")
                 tensor = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-                prepared.pending.append((name, shard, local_tensor(tensor)))
+                reader.fill(name, shard.box, local_tensor(tensor))
                 state[key] = tensor
-    return prepared
+
+    def restore() -> None:  # the optimizer's own load_state_dict would cast to the parameter's type
+        for parameter, state in restored.items():
+            optimizer.state.pop(parameter, None)
+            if state:
+                optimizer.state[parameter] = state
+        for group, saved in zip(optimizer.param_groups, groups, strict=True):
+            for key, value in saved.items():
+                if isinstance(group.get(key), Tensor):
+                    group[key].fill_(value)
+                elif key not in KERNEL:
+                    group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+
+    return restore
 
 
 def _groups(optimizer: Optimizer, owned: Owned) -> Iterator[tuple[list[Parameter], dict[str, Any]]]:

@@ -7,16 +7,15 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors import SafetensorError
 
 from layerwise.checkpoint.shards import ShardReader
-from layerwise.errors import LayerwiseError
+from layerwise.errors import LayerwiseError, foreign
 from layerwise.files import JSON, read_json
 from layerwise.tensorfile import sync_folder
 from layerwise.version import __version__
@@ -24,7 +23,6 @@ from layerwise.version import __version__
 SEAL: Final = "checkpoint.json"
 FORMAT, VERSION = "layerwise-checkpoint", 4
 FILE = re.compile(r"rank-\d{5,}\.safetensors")  # no other names: they must not lead out of the folder
-ERRORS = (AttributeError, LookupError, MemoryError, OverflowError, RuntimeError, TypeError, ValueError, SafetensorError)
 
 
 class Reader(ShardReader):
@@ -73,15 +71,9 @@ class Reader(ShardReader):
                 "in its own folder: copy it there"
             )
 
-    @contextmanager
-    def sense(self, name: str) -> Iterator[None]:
-        """A context that turns errors about unexpected content in this file into a LayerwiseError."""
-        try:
-            yield
-        except LayerwiseError:
-            raise
-        except ERRORS as error:
-            raise LayerwiseError(f"{self.where} is damaged: {name} makes no sense ({error!r})") from None
+    def sense(self, name: str) -> AbstractContextManager[None]:
+        """Returns a context that turns errors about unexpected content in this file into a LayerwiseError."""
+        return foreign(f"{self.where} is damaged: {name} makes no sense")
 
     def verify(self, files: Iterable[str]) -> None:
         """Raises LayerwiseError unless these files are, byte for byte, as they were written."""

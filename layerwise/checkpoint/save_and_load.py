@@ -9,9 +9,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,9 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from layerwise.checkpoint.optimizer_state import Owned, Prepared, describe, merged, prepare
+from layerwise.checkpoint.optimizer_state import Owned, describe, merged, prepare
 from layerwise.checkpoint.reader import SEAL, Reader, seal
-from layerwise.checkpoint.shards import file_name, write_shards
+from layerwise.checkpoint.shards import file_name, write_shards, written
 from layerwise.checkpoint.step_folders import begin, commit, find, latest
 from layerwise.comm.together import agree, patiently
 from layerwise.errors import LayerwiseError, nearest
@@ -82,46 +81,41 @@ def save(
         except (TypeError, ValueError) as error:
             raise LayerwiseError(f"'progress' must consist of JSON values: {error}") from None
         facts, states = describe(optimizer, owned(module)) if optimizer is not None else (None, [])
-        local = [*map(_in_checkpoint, filter(_writes, of(module).shards())), *states]
+        local = [*map(_in_checkpoint, filter(written, of(module).shards())), *states]
         if comm.device.type == "cuda":
             torch.cuda.synchronize(comm.device)  # a thread writes, whose stream is another
         name = begin(folder, steps).name if comm.rank == 0 else None
         answer: dict[str, Any] = {"steps": steps, "folder": name, "optimizer": facts}
         return local, answer
 
-    def write() -> JSON:
+    def write() -> tuple[None, JSON]:
         path = temporary / file_name(comm.rank)
         if not temporary.is_dir():
             raise LayerwiseError(
                 f"{os.fspath(temporary)!r} is not visible here: all ranks must share the file system, and no other run "
                 "may use the folder"
             )
-        return [path.name, write_shards(path, shards)] if shards else None
+        return None, [path.name, write_shards(path, shards)] if shards else None
 
-    def complete(written: list[Any]) -> JSON:
+    def complete() -> tuple[None, JSON]:
         if any(answer["steps"] != steps for answer in answers):
             raise LayerwiseError(f"ranks have done different numbers of steps: {[a['steps'] for a in answers]}")
         about["optimizer"] = merged([answer["optimizer"] for answer in answers], comm.members.ranks)
         if comm.rank:
-            return None
-        seal(temporary, about, dict(file for file in written if file))
-        return commit(temporary, steps, keep).name
+            return None, None
+        seal(temporary, about, dict(file for file in files if file))
+        return None, commit(temporary, steps, keep).name
 
     shards, answers = agree(comm, start, failed)
     temporary = folder / answers[0]["folder"]
     try:
-        _, written = patiently(comm, lambda: (None, write()), failed)
-        _, names = agree(comm, lambda: (None, complete(written)), failed)
+        _, files = patiently(comm, write, failed)
+        _, names = agree(comm, complete, failed)
     except BaseException:
         if comm.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
         raise
     return folder / str(names[0])
-
-
-def _writes(shard: Shard) -> bool:
-    """True if this rank writes the shard's box: an empty one only if the full tensor is empty."""
-    return shard.first and (shard.box.volume > 0 or prod(shard.shape) == 0)
 
 
 def _in_checkpoint(shard: Shard) -> Shard:
@@ -158,29 +152,27 @@ def load(
         specs: dict[str, JSON] = {s.name: [s.shape, dtype_name(s.tensor.dtype), s.aliases] for s in shards}
         return reader, {"folder": reader.folder.name, "digest": reader.digest, "tensors": specs}
 
-    def check() -> tuple[Prepared, JSON]:
+    def check() -> tuple[Callable[[], None] | None, JSON]:
         if any(answer["digest"] != answers[0]["digest"] for answer in answers):
             names = ", ".join(answer["folder"] for answer in answers)
             raise LayerwiseError(f"the ranks see different checkpoints ({names}): they must share the file system")
         ours = {name: spec for answer in answers for name, spec in answer["tensors"].items()}
         _check_model(reader, ours)
         _check_about(reader, module)
-        prepared = Prepared() if optimizer is None else prepare(optimizer, owned(module), reader)
+        restore = None if optimizer is None else prepare(optimizer, owned(module), reader)
         reader.verify(sorted(reader.files)[comm.rank :: comm.size])
-        return prepared, None
+        return restore, None
 
     def read() -> tuple[None, JSON]:
         for shard in shards:
             reader.fill(MODEL + shard.name, shard.box, shard.tensor.detach())
-        for name, shard, tensor in prepared.pending:
-            reader.fill(name, shard.box, tensor)
         return None, None
 
     reader, answers = agree(comm, open_it)
-    prepared, _ = agree(comm, check)
+    restore, _ = agree(comm, check)
     agree(comm, read)
-    if optimizer is not None:
-        prepared.restore(optimizer)
+    if restore is not None:
+        restore()
     of(module).steps_done = reader.about["steps"]
     return dict(reader.about["progress"])
 

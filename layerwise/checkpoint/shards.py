@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
@@ -30,12 +29,16 @@ SHARDING: Final = "DCP_SHARDING_INFO"  # key of a file's metadata: JSON of every
 OFFSETS, SHAPE = "saved_offsets", "shape"  # where a box begins; the full tensor's shape
 DTYPE_OF: Final = {name: dtype for dtype, name in DTYPES.items()}  # by safetensors' name
 MOST_DIMS = 64  # of a tensor, in PyTorch
-MOST_CUT = 8  # the most dimensions in which a tensor is split into boxes
 
 
 def file_name(rank: int) -> str:
     """Returns the name of a rank's file."""
     return f"rank-{rank:05d}.safetensors"
+
+
+def written(shard: Shard) -> bool:
+    """Returns whether this rank writes the shard's box: an empty one only if the full tensor is empty."""
+    return shard.first and (shard.box.volume > 0 or prod(shard.shape) == 0)
 
 
 def write_shards(path: Path, shards: Iterable[Shard]) -> str:
@@ -106,21 +109,12 @@ def _numbers(value: Any) -> tuple[int, ...]:
 
 
 def check_tiled(name: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> None:
-    """Raises ValueError unless every element is in exactly one of these boxes, which lie inside the shape.
-
-    If boxes cover an element an even number of times, corners cancel where they meet. Only if all of a box is covered
-    an odd number of times are its own corners left; if the number of elements is right too, that is once.
-    """
+    """Raises ValueError unless every element is in exactly one of these boxes, which lie inside the shape."""
     saved, volume = sum(box.volume for box in boxes), prod(shape)
     if saved != volume:
         raise ValueError(f"only {saved} of the {volume} elements of {name!r} are stored")
-    cut = [d for d, extent in enumerate(shape) if any(box.shape[d] != extent for box in boxes if box.volume)]
-    if len(cut) > MOST_CUT:
-        raise ValueError(f"{name!r} is split in {len(cut)} dimensions")
-    left = Counter[tuple[int, ...]]()
-    for box in boxes:
-        if box.volume:
-            left.update(product(*((box.lo[d], box.hi[d]) for d in cut)))
-    odd = {corner for corner, times in left.items() if times % 2}
-    if volume and odd != set(product(*((0, shape[d]) for d in cut))):
-        raise ValueError(f"some elements of {name!r} are stored twice, and others are missing")
+    lo, hi = (np.array([getattr(box, end) for box in boxes]) for end in ("lo", "hi"))
+    for box in boxes:  # with itself it shares all of its elements, with the others none
+        shared = np.maximum(np.minimum(hi, box.hi) - np.maximum(lo, box.lo), 0).prod(1)
+        if shared.sum() != box.volume:
+            raise ValueError(f"some elements of {name!r} are stored twice, and others are missing")

@@ -30,19 +30,14 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
 
 
 def find(checkpoint: str | os.PathLike[str]) -> Path:
-    """Returns this checkpoint folder, or the latest one inside it. Raises LayerwiseError if there is none."""
+    """Returns the latest checkpoint in this folder, or the folder itself. Raises LayerwiseError if neither is one."""
     path = Path(checkpoint)
-    try:
-        exists, folder = path.exists(), path if (path / SEAL).is_file() else latest(path)
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        if isinstance(error, LayerwiseError):
-            raise
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise LayerwiseError(f"checkpoint {os.fspath(path)!r} cannot be read: {reason}") from None
-    if folder is None:
-        what = "there is no such folder" if not exists else "the folder has no complete checkpoint (step-...)"
-        raise LayerwiseError(f"checkpoint {os.fspath(path)!r}: {what}; pass a step's folder or its parent")
-    return folder
+    if (folder := latest(path)) is not None:
+        return folder
+    if (path / SEAL).is_file():
+        return path
+    what = "the folder has no complete checkpoint (step-...)" if path.exists() else "there is no such folder"
+    raise LayerwiseError(f"checkpoint {os.fspath(path)!r}: {what}; pass a step's folder or its parent")
 
 
 def begin(directory: Path, steps: int) -> Path:
@@ -97,8 +92,11 @@ def _complete(directory: Path) -> dict[int, Path]:
                 complete[int(match[1] or match[2])] = path
     except FileNotFoundError:
         return {}
-    except OSError as error:
-        raise LayerwiseError(f"checkpoints {os.fspath(directory)!r} cannot be read: {error.strerror}") from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        if isinstance(error, LayerwiseError):
+            raise
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise LayerwiseError(f"checkpoints {os.fspath(directory)!r} cannot be read: {reason}") from None
     return complete
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -11,9 +11,10 @@ from torch import Tensor
 from layerwise.comm.base import Comm
 from layerwise.geometry import Box
 from layerwise.inference.windows import LEAST
-from layerwise.partition.moved import Transfer, transfer
+from layerwise.partition.moved import transfer
 from layerwise.partition.place import Each
 from layerwise.run.schedule.redistribute import Redistribution
+from layerwise.tensorfile import dtype_name
 
 Profiles = Sequence[Tensor | None]  # by dimension, the weights of a pass's positions; None: all equal
 
@@ -22,13 +23,22 @@ def move(comm: Comm, x: Tensor | None, owned: Each, needed: Each, like: Tensor, 
     """Returns this rank's box in `needed` of a tensor whose boxes `owned` the ranks hold. Every rank must call it."""
     plan = transfer(owned, needed, comm.rank)
     if plan.pattern != "local":
-        plan = _as_messages(plan)
+        plan = replace(plan, pattern="messages", group=())  # no collective is prepared for it
     return Redistribution(plan, comm, what).begin(x, like).finish()
 
 
-def _as_messages(plan: Transfer) -> Transfer:
-    """Returns the transfer as messages: no collective is prepared for it."""
-    return replace(plan, pattern="messages", group=())
+def full_of(comm: Comm, boxes: Each, x: Tensor | None) -> tuple[Box, torch.dtype]:
+    """Returns the full box and the element type of a tensor whose boxes the ranks hold; `x` is this rank's."""
+    owned = [box for box in boxes if box is not None]
+    dtype = next(filter(None, comm.all_gather_text("" if x is None else dtype_name(x.dtype))))
+    return Box.full(map(max, *(box.hi for box in owned), owned[0].hi)), getattr(torch, dtype)
+
+
+def gather(comm: Comm, boxes: Each, x: Tensor | None, ranks: Collection[int]) -> Tensor | None:
+    """Returns the full tensor on these ranks, from the ranks' boxes. Every rank must call it."""
+    full, dtype = full_of(comm, boxes, x)
+    needed = tuple(full if rank in ranks else None for rank in range(comm.size))
+    return move(comm, x, boxes, needed, torch.empty(0, dtype=dtype, device=comm.device), "an answer")
 
 
 def slab(full: Box, rank: int, ranks: int, first: int) -> Box | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -12,19 +12,15 @@ from rich.progress import Progress
 from torch import Tensor
 
 from layerwise.arguments import Count, Natural, Range, checked
-from layerwise.comm.base import Comm
 from layerwise.comm.together import agree
 from layerwise.errors import LayerwiseError
-from layerwise.geometry import Box
-from layerwise.inference.blend import move
+from layerwise.inference.blend import gather
 from layerwise.inference.cases import Cases
 from layerwise.inference.digest import values_digest
-from layerwise.inference.predictor import Reduce
+from layerwise.inference.predictor import Predictor, Reduce
 from layerwise.inference.results import results_of
-from layerwise.inference.rounds import compute_round, predictor_of, rounds_of, written_before
-from layerwise.partition.place import Each
+from layerwise.inference.rounds import compute_round, rounds_of
 from layerwise.run.parallel import ParallelModule, of
-from layerwise.tensorfile import DTYPE_OF, dtype_name
 from layerwise.train.score import evaluating
 
 
@@ -103,20 +99,26 @@ def predict(
     """
     world = of(model).comm
     cases = agree(world, lambda: (Cases.of(model, samples, output), None))[0]
-    results = results_of(out, len(cases.names), cases.files)
+    results = results_of(world, out, len(cases.names), cases.files)
     with evaluating(model), torch.inference_mode():
-        predictor = predictor_of(model, cases, output, reduce, window, overlap, mirror, memory_limit)
+        predictor = Predictor(model, cases, output, reduce, window, overlap, mirror, memory_limit)
         results.digest = values_digest(model, output, _named(reduce), window, overlap, mirror, cases.planned)
-        there = written_before(world, results, [] if overwrite else cases.names)
+        names = [] if overwrite or world.rank else cases.names
+        there = agree(world, lambda: (None, [name for name in names if results.complete(name)]))[1][0]  # rank 0 sees
         numbers = [number for number, name in enumerate(cases.names) if name not in there]
         failed = dict[str, str]()
         bar = Progress(console=Console(stderr=True), transient=True)
         bar.disable = world.rank > 0 or not bar.console.is_terminal
-        rounds = rounds_of(predictor, world, numbers)
-        with results.open(world), bar:
-            for numbers in bar.track(rounds, description="predict"):
-                failed |= compute_round(predictor, world, results, numbers)
-    return predicted(cases.names, there, failed)
+        with results.open(), bar:
+            for together in bar.track(rounds_of(predictor, world, numbers), description="predict"):
+                failed |= compute_round(predictor, world, results, together)
+    written = tuple(name for name in cases.names if name not in there and name not in failed)
+    if failed:
+        reasons = "; ".join(f"{name}: {why}" for name, why in list(failed.items())[:4]) + "; ..." * (len(failed) > 4)
+        raise LayerwiseError(
+            f"{len(failed)} of {len(cases.names)} samples failed, {len(written)} were written: {reasons}"
+        )
+    return Predicted(written, tuple(there))
 
 
 @checked
@@ -152,9 +154,12 @@ def answer(
     cases = Cases.of(model, x.detach().cpu(), output)
     outputs = list[Tensor]()
     with evaluating(model), torch.inference_mode():
-        predictor = predictor_of(model, cases, output, reduce, window, overlap, mirror, memory_limit)
+        predictor = Predictor(model, cases, output, reduce, window, overlap, mirror, memory_limit)
         for numbers in cases.batches(range(len(cases.names)), of(model).plan.batch):
-            outputs += [_full(predictor.comm, *boxed) for boxed in predictor.batch(numbers)]
+            for boxed in predictor.batch(numbers):
+                full = gather(predictor.comm, *boxed, range(predictor.comm.size))
+                assert full is not None
+                outputs.append(full)
     return torch.stack(outputs)
 
 
@@ -172,23 +177,3 @@ def _named(reduce: object) -> object:
         return name
     closed = [cell.cell_contents for cell in getattr(reduce, "__closure__", None) or ()]
     return f"{name} {code.co_code.hex()} {code.co_names} {code.co_consts} {closed}"
-
-
-def predicted(names: Sequence[str], there: Sequence[str], failed: Mapping[str, str]) -> Predicted:
-    """Returns which samples were written. Raises LayerwiseError if some failed: it names them, and says why."""
-    written = tuple(name for name in names if name not in there and name not in failed)
-    if failed:
-        reasons = "; ".join(f"{name}: {why}" for name, why in list(failed.items())[:4]) + "; ..." * (len(failed) > 4)
-        raise LayerwiseError(f"{len(failed)} of {len(names)} samples failed, {len(written)} were written: {reasons}")
-    return Predicted(written, tuple(there))
-
-
-def _full(comm: Comm, boxes: Each, x: Tensor | None) -> Tensor:
-    """Returns the full tensor, on every rank, from the ranks' boxes."""
-    owned = [box for box in boxes if box is not None]
-    full = Box.full(map(max, *(box.hi for box in owned), owned[0].hi))
-    dtype = next(filter(None, comm.all_gather_text("" if x is None else dtype_name(x.dtype))))
-    like = torch.empty(0, dtype=DTYPE_OF[dtype], device=comm.device)
-    gathered = move(comm, x, boxes, (full,) * comm.size, like, "an answer")
-    assert gathered is not None
-    return gathered

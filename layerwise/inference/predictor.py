@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import product
 from math import prod
 from typing import Literal
@@ -12,33 +12,34 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from layerwise.comm.base import Comm, CommError
+from layerwise.comm.base import CommError
+from layerwise.comm.solo import SoloComm
 from layerwise.comm.together import agree
-from layerwise.errors import LayerwiseError
+from layerwise.errors import LayerwiseError, foreign
 from layerwise.files import JSON
 from layerwise.geometry import Box
 from layerwise.inference.blend import Blend, slab
 from layerwise.inference.cases import Cases
 from layerwise.inference.windows import profile, starts
 from layerwise.partition.place import Each
+from layerwise.quantities import parse_bytes
 from layerwise.run.parallel import ParallelModule, of
 from layerwise.run.shapes import Sized, Sizes
 from layerwise.train.session import ON_CPU
-from layerwise.volumes.sources import SampleRegion, foreign
+from layerwise.volumes.sources import SampleRegion
 
 MULTIPLES = (1, 2, 4, 8, 16, 32, 64)  # of extents, which networks with strides require
 Reduce = Literal["argmax", "softmax", "sigmoid"] | Callable[[Tensor], Tensor]
 Boxed = tuple[Each, Tensor | None]  # every rank's box, and this rank's tensor
 
 
-@dataclass(frozen=True)
 class Predictor:
-    """Computes predictions.
+    """Computes predictions. Every rank makes one alike.
 
     Attributes:
         model: The network, in evaluation.
         cases: The samples.
-        comm: The ranks that share a sample.
+        comm: The ranks that share a sample: all, or each rank alone if the plan splits samples only.
         output: Index of the network's output.
         reduce: The reduction applied to a box of the output.
         window: Extents of a window; None: the planned size, if a sample needs more than `limit_bytes`.
@@ -47,29 +48,31 @@ class Predictor:
         limit_bytes: The memory that a pass may use on a device.
     """
 
-    model: ParallelModule
-    cases: Cases
-    comm: Comm
-    output: int
-    reduce: Reduce | None
-    window: Sequence[int] | None
-    overlap: float
-    mirror: str
-    limit_bytes: float
-
-    def __post_init__(self) -> None:
-        cases = self.cases
-        if not 0 <= self.overlap < 1:
-            raise LayerwiseError(f"overlap is {self.overlap}, but must be in [0, 1)")
-        unknown = [label for label in self.mirror if label not in cases.labels]
+    def __init__(
+        self,
+        model: ParallelModule,
+        cases: Cases,
+        output: int,
+        reduce: Reduce | None,
+        window: Sequence[int] | None,
+        overlap: float,
+        mirror: str,
+        memory_limit: float | str | None,
+    ) -> None:
+        self.model, self.cases, self.output, self.reduce = model, cases, output, reduce
+        self.window, self.overlap, self.mirror = window, overlap, mirror
+        if memory_limit is not None and window is None and "memory_bytes" not in of(model).plan.predicted:
+            raise LayerwiseError("memory_limit= needs a plan with predicted memory: pass window=")
+        self.comm = SoloComm(of(model).device) if of(model).sized(cases.planned).alone else of(model).comm
+        limits = agree(of(model).comm, lambda: (None, min(_limit(memory_limit, of(model).device), sys.float_info.max)))
+        self.limit_bytes: float = min(limits[1])
+        unknown = [label for label in mirror if label not in cases.labels]
         if unknown:
-            raise LayerwiseError(f"mirror={self.mirror!r}: {unknown[0]!r} is not one of {', '.join(cases.labels)}")
-        if (self.mirror or self.window is not None) and not cases.follows:
+            raise LayerwiseError(f"mirror={mirror!r}: {unknown[0]!r} is not one of {', '.join(cases.labels)}")
+        if (mirror or window is not None) and not cases.follows:
             raise LayerwiseError("window= and mirror= need a network whose output has the positions of its inputs")
-        if self.window is not None and len(self.window) != len(cases.along()):
-            raise LayerwiseError(
-                f"window={tuple(self.window)} must have an extent for each of {', '.join(cases.labels)}"
-            )
+        if window is not None and len(window) != len(cases.along()):
+            raise LayerwiseError(f"window={tuple(window)} must have an extent for each of {', '.join(cases.labels)}")
 
     def batch(self, numbers: Sequence[int]) -> Iterator[Boxed]:
         """Yields reduced predictions of samples of equal shapes, one by one. Every rank of `comm`
@@ -191,8 +194,7 @@ class Predictor:
         if self.reduce == "argmax":
             x = x if x is None else x.argmax(1).to(torch.uint8 if classes <= 256 else torch.int32)
             return tuple(None if b is None else Box((b.lo[0], *b.lo[2:]), (b.hi[0], *b.hi[2:])) for b in boxes), x
-        if not callable(self.reduce):
-            raise LayerwiseError(f"reduce={self.reduce!r}: it must be argmax, softmax, sigmoid or a function of a box")
+        assert callable(self.reduce)
         return self._by_user(self.reduce, boxes, x)
 
     def _by_user(self, reduce: Callable[[Tensor], Tensor], boxes: Each, x: Tensor | None) -> Boxed:
@@ -221,6 +223,13 @@ class Predictor:
             for b in boxes
         )
         return boxes, made
+
+
+def _limit(wanted: float | str | None, device: torch.device) -> float:
+    """Returns the bytes that a pass may use on a device."""
+    if wanted is not None:
+        return parse_bytes(wanted, "memory_limit")
+    return float(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else float("inf")
 
 
 def _placed(box: Box, region: Box, mirrored: Sequence[int]) -> Box:

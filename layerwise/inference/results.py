@@ -11,7 +11,7 @@ import shutil
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from math import gcd
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,12 @@ from torch import Tensor
 
 from layerwise.comm.base import Comm
 from layerwise.comm.together import agree, alone
-from layerwise.errors import LayerwiseError
+from layerwise.errors import LayerwiseError, foreign
 from layerwise.geometry import Box
-from layerwise.inference.blend import move
+from layerwise.inference.blend import full_of, gather
 from layerwise.partition.place import Each
-from layerwise.volumes.sources import foreign, mapped
+from layerwise.tensorfile import dtype_name
+from layerwise.volumes.sources import mapped
 
 LEAST_CHUNK = 16  # the least positions along a dimension of a Zarr chunk, to avoid many small files
 MOST_CHUNK = 128
@@ -37,13 +38,13 @@ class Results(ABC):
 
     separate = True  # whether each sample has its own array, which is complete independently of the others
     digest = ""  # of the model and of the reduction of its outputs
-    comm: Comm
 
-    @contextmanager
-    def open(self, comm: Comm) -> Iterator[None]:
-        """Opens the destination; write samples within it."""
+    def __init__(self, comm: Comm) -> None:
         self.comm = comm
-        yield
+
+    def open(self) -> AbstractContextManager[object]:
+        """Opens the destination; write samples within it."""
+        return nullcontext()
 
     def complete(self, name: str) -> bool:
         """Returns whether an earlier run has written this sample. Raises LayerwiseError if its digest differs."""
@@ -64,9 +65,8 @@ class Results(ABC):
 
     def _array(self, boxes: Each, x: Tensor | None) -> tuple[tuple[int, ...], np.dtype[Any]]:
         """Returns the shape and element type of the array with these boxes."""
-        owned = [box for box in boxes if box is not None]
-        types = self.comm.all_gather_text("" if x is None else str(x.dtype).removeprefix("torch."))
-        return tuple(map(max, *(box.hi for box in owned), owned[0].hi)), np.dtype(next(filter(None, types)))
+        full, dtype = full_of(self.comm, boxes, x)
+        return full.shape, np.dtype(dtype_name(dtype))
 
     def _first(self, act: Callable[[], object], what: str) -> None:
         """Makes rank 0 do this, however long it takes, while the others wait."""
@@ -77,7 +77,7 @@ class Results(ABC):
 
         alone(self.comm, guarded)
 
-    def _in_turns(self, act: Callable[[], object], what: str, turn: str) -> None:
+    def _in_turns(self, act: Callable[[], object], what: str, turn: object) -> None:
         """Makes ranks of the same `turn` do this together, turn by turn; if it fails on one rank, all raise."""
 
         def guarded() -> tuple[None, None]:
@@ -85,12 +85,8 @@ class Results(ABC):
                 act()
             return None, None
 
-        for each in sorted(set(self.comm.all_gather_text(turn))):
+        for each in dict.fromkeys(self.comm.all_gather_object(turn)):
             agree(self.comm, guarded if turn == each else lambda: (None, None))
-
-    def _rank(self) -> str:
-        """Returns a turn for this rank only."""
-        return f"{self.comm.rank:09d}"
 
 
 class NpyFolder(Results):
@@ -98,7 +94,8 @@ class NpyFolder(Results):
 
     suffix = ".npy"
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, comm: Comm, folder: str) -> None:
+        super().__init__(comm)
         self.folder = Path(folder)
 
     def complete(self, name: str) -> bool:
@@ -122,21 +119,19 @@ class NiftiFolder(NpyFolder):
     do not.
 
     Args:
+        comm: The ranks.
         folder: Its path.
         files: The samples' NIfTI files, whose affine matrices the results copy.
     """
 
     suffix = ".nii.gz"
 
-    def __init__(self, folder: str, files: Sequence[str]) -> None:
-        super().__init__(folder)
+    def __init__(self, comm: Comm, folder: str, files: Sequence[str]) -> None:
+        super().__init__(comm, folder)
         self.files = files
 
     def write(self, number: int, name: str, boxes: Each, x: Tensor | None) -> None:
-        shape, dtype = self._array(boxes, x)
-        like = torch.empty(0, dtype=getattr(torch, dtype.name), device=self.comm.device)
-        full = Box.full(shape)
-        gathered = move(self.comm, x, boxes, (full, *(None,) * (self.comm.size - 1)), like, "labels")
+        gathered = gather(self.comm, boxes, x, (0,))
 
         def save() -> None:
             import nibabel
@@ -155,7 +150,8 @@ class NiftiFolder(NpyFolder):
 class ZarrGroup(Results):
     """A Zarr group with an array for each sample; ranks that share a chunk write one after the other."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, comm: Comm, folder: str) -> None:
+        super().__init__(comm)
         self.folder = Path(folder)
 
     def complete(self, name: str) -> bool:
@@ -180,7 +176,7 @@ class ZarrGroup(Results):
 
         with _beside(self, self.folder / name) as path:
             self._first(create, what)
-            turn = "" if apart else self._rank()
+            turn = None if apart else self.comm.rank
             self._in_turns(lambda: _put(zarr.open_array(path, mode="r+"), boxes[self.comm.rank], x), what, turn)
 
 
@@ -189,17 +185,15 @@ class StackedResults(Results):
 
     separate = False
 
-    def __init__(self, out: Any, samples: int) -> None:
+    def __init__(self, comm: Comm, out: Any, samples: int) -> None:
+        super().__init__(comm)
         self.out, self.samples = out, samples
         self.shape: tuple[int, ...] | None = None  # of a sample
         self.file: Path | None = None
         self._files = ExitStack()
 
-    @contextmanager
-    def open(self, comm: Comm) -> Iterator[None]:
-        self.comm = comm
-        with self._files:
-            yield
+    def open(self) -> AbstractContextManager[object]:
+        return self._files
 
     def write(self, number: int, name: str, boxes: Each, x: Tensor | None) -> None:
         shape, dtype = self._array(boxes, x)
@@ -215,7 +209,7 @@ class StackedResults(Results):
         if file is not None:
             self._in_turns(lambda: _put_into_file(file, box, x, number), what, _host())
         else:  # several ranks' boxes may share a chunk
-            self._in_turns(lambda: _put(self.out, box, x, number), what, self._rank())
+            self._in_turns(lambda: _put(self.out, box, x, number), what, self.comm.rank)
 
     def _open(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
         if not isinstance(self.out, str | os.PathLike):
@@ -233,24 +227,24 @@ class StackedResults(Results):
         self.file = file
 
 
-def results_of(out: object, samples: int, files: Sequence[str | None]) -> Results:
+def results_of(comm: Comm, out: object, samples: int, files: Sequence[str | None]) -> Results:
     """Returns the destination that `out` names. files: of the samples. Raises LayerwiseError if it is not usable."""
     if not isinstance(out, str | os.PathLike):
         if not hasattr(out, "__setitem__") or not hasattr(out, "shape") or isinstance(out, Tensor):
             raise LayerwiseError(
                 f"predict cannot write into a {type(out).__name__}: pass a .npy, a .zarr, a folder or an array"
             )
-        return StackedResults(out, samples)
+        return StackedResults(comm, out, samples)
     path = os.fspath(out)
     kind = Path(path).suffix.lower()
     if kind == ".npy":
-        return StackedResults(path, samples)
+        return StackedResults(comm, path, samples)
     if kind == ".zarr":
-        return ZarrGroup(path)
+        return ZarrGroup(comm, path)
     if kind and not Path(path).is_dir():
         raise LayerwiseError(f"predict writes .npy files, .zarr groups and folders, not {path!r}")
     nifti = [file for file in files if file is not None and file.lower().endswith((".nii", ".nii.gz"))]
-    return NiftiFolder(path, nifti) if len(nifti) == samples else NpyFolder(path)
+    return NiftiFolder(comm, path, nifti) if len(nifti) == samples else NpyFolder(comm, path)
 
 
 @contextmanager
@@ -327,18 +321,14 @@ def _host() -> str:
 def _chunks(shape: tuple[int, ...], boxes: Each) -> tuple[tuple[int, ...], bool]:
     """Returns the chunks of a Zarr array, and whether every box has its own chunks."""
     common = [gcd(extent, *(box.lo[dim] for box in boxes if box is not None)) for dim, extent in enumerate(shape)]
+    plain = tuple(min(extent, MOST_CHUNK) for extent in shape)
     cut = [any(box is not None and box.lo[dim] for box in boxes) for dim in range(len(shape))]
-    apart = all(n >= LEAST_CHUNK for n, there in zip(common, cut, strict=True) if there)
-    if not apart:
-        return tuple(min(extent, MOST_CHUNK) for extent in shape), False
-    most = [n if there else extent for n, there, extent in zip(common, cut, shape, strict=True)]
     chunks = tuple(
-        next(n for n in range(min(m, MOST_CHUNK), 0, -1) if m % n == 0 or not there)
-        for m, there in zip(most, cut, strict=True)
+        next(part for part in range(min(n, MOST_CHUNK), 0, -1) if n % part == 0) if there else whole
+        for n, there, whole in zip(common, cut, plain, strict=True)
     )
-    if any(there and n < LEAST_CHUNK for n, there in zip(chunks, cut, strict=True)):
-        return tuple(min(extent, MOST_CHUNK) for extent in shape), False
-    return chunks, True
+    apart = all(n >= LEAST_CHUNK for n, there in zip(chunks, cut, strict=True) if there)
+    return (chunks, True) if apart else (plain, False)
 
 
 def _check(array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:

@@ -12,8 +12,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from layerwise.api.arguments import DEFAULT
 from layerwise.api.optimizers import build
-from layerwise.api.parallelize import DEFAULT, Keywords, parallelize
+from layerwise.api.parallelize import Keywords, parallelize
 from layerwise.api.race import random_state_kept
 from layerwise.api.source import ExampleInputs
 from layerwise.errors import LayerwiseError

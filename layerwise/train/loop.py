@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from layerwise.comm.base import Comm, TrafficKind
+from layerwise.comm.base import TrafficKind
 from layerwise.plan import Plan
 from layerwise.run.parallel import ParallelModule, of
 from layerwise.trace import now_s
@@ -78,22 +78,6 @@ class _Local:
     seconds: float
 
 
-class Meetings:
-    """Says after which steps the ranks meet: about every `FLUSH_S`, and after `MOST` steps at most."""
-
-    def __init__(self, comm: Comm) -> None:
-        self._comm, self._began, self._steps, self._wait = comm, time.perf_counter(), 0, 1
-
-    def due(self) -> bool:
-        """True if the ranks meet now. Every rank calls this after every step."""
-        self._steps += 1
-        if self._steps < self._wait:
-            return False
-        pace_s = max(self._comm.all_gather_object((time.perf_counter() - self._began) / self._steps))
-        self._began, self._steps, self._wait = time.perf_counter(), 0, until_next(pace_s)
-        return True
-
-
 def sampler(plan: Plan, count: int, accumulate: int = 1, seed: int = 0) -> StepSampler:
     """Returns the steps of a plan on `count` samples. A batch that is too short to be split as planned is dropped."""
     return StepSampler(count, plan.batch, accumulate, min(least(plan), plan.batch), seed)
@@ -125,8 +109,7 @@ class Trainer:
 
         `after` is called after every step with the number of steps done. Every rank must exhaust this in the same way.
         """
-        waiting: list[_Local] = []
-        meetings = Meetings(of(self.module).comm)
+        waiting, wait, began = list[_Local](), 1, time.perf_counter()
         self.done = first
         for number in range(first, steps):
             epoch, i = divmod(number, self.sampler.per_epoch)
@@ -136,9 +119,10 @@ class Trainer:
             self.done = number + 1
             if after is not None:
                 after(number + 1)
-            if meetings.due() or number + 1 == steps:
-                yield from self._gather(waiting)
-                waiting = []
+            if len(waiting) == wait or number + 1 == steps:
+                done, pace_s = self._gather(waiting, (time.perf_counter() - began) / len(waiting))
+                waiting, wait, began = [], until_next(pace_s), time.perf_counter()
+                yield from done
 
     def _step(self, number: int, numbers: Sequence[Tensor]) -> _Local:
         module, samples = self.module, sum(map(len, numbers))
@@ -168,15 +152,14 @@ class Trainer:
         """Returns the weight of some samples' loss in that of all; 1 for a loss that is a sum."""
         return 1.0 if self.objective.summed else part / total
 
-    def _gather(self, waiting: list[_Local]) -> list[Step]:
-        """Returns the steps with every rank's losses and times, gathered in one round of messages."""
-        module, steps = self.module, []
-        summaries = of(module).comm.all_gather_object(
-            [(sum(float(loss) * weight for loss, weight in local.losses), local.seconds) for local in waiting]
-        )
-        for local, ranks in zip(waiting, zip(*summaries, strict=True), strict=True):
+    def _gather(self, waiting: list[_Local], pace_s: float) -> tuple[list[Step], float]:
+        """Returns the steps with every rank's losses and times, and the slowest rank's pace: one round of messages."""
+        plan, steps = of(self.module).plan, []
+        losses_and_times = [(sum(float(loss) * w for loss, w in local.losses), local.seconds) for local in waiting]
+        everyone, paces = zip(*of(self.module).comm.all_gather_object((losses_and_times, pace_s)), strict=True)
+        for local, ranks in zip(waiting, zip(*everyone, strict=True), strict=True):
             losses, seconds = zip(*ranks, strict=True)
-            loss = losses[0] if of(module).plan.io != "sample" else sum(losses)
+            loss = losses[0] if plan.io != "sample" else sum(losses)
             epoch = self.sampler.epoch(local.number)
             steps.append(Step(local.number + 1, epoch + 1, local.samples, loss, max(seconds)))
-        return steps
+        return steps, max(paces)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +14,7 @@ import numpy as np
 from numpy.lib.format import MAGIC_PREFIX
 from numpy.typing import NDArray
 
-from layerwise.errors import LayerwiseError
+from layerwise.errors import LayerwiseError, first_line, foreign
 from layerwise.geometry import Box
 
 Array = NDArray[Any]
@@ -25,27 +24,28 @@ PARSING = threading.Lock()  # CPython 3.11 fails if two threads parse literals, 
 KINDS = ".npy, .zarr, .nii, .nii.gz, .h5::name or .hdf5::name"
 
 
-@contextmanager
-def foreign(what: str) -> Iterator[None]:
-    """Returns a context that turns errors of user code or of file libraries into a LayerwiseError.
-
-    It catches all classes, as a parser may raise anything for a damaged file. `what`: what failed.
-    """
-    try:
-        yield
-    except LayerwiseError:
-        raise
-    except Exception as error:
-        raise LayerwiseError(f"{what}: {in_a_line(error)}") from error
-
-
 class StackedArray:
-    """An array (samples, ...): numpy's, possibly memory-mapped, h5py's or zarr's. `where` names it in errors."""
+    """An array (samples, ...): numpy's, possibly memory-mapped, h5py's or zarr's, or a file of one.
 
-    def __init__(self, array: Any, where: str) -> None:
-        self.array, self.where = array, where
-        if len(array.shape) < 1:
-            raise LayerwiseError(f"{where} has no sample dimension")
+    `where` names it in errors. Every process opens the file by itself, as processes cannot share an open one.
+    """
+
+    def __init__(self, value: Any, where: str) -> None:
+        self.path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+        self.where = where if self.path is None else f"file {self.path!r}"
+        self._array, self._process = value, None if self.path is None else 0
+        if len(self.array.shape) < 1:
+            raise LayerwiseError(f"{self.where} has no sample dimension")
+
+    @property
+    def array(self) -> Any:
+        """The array; a file's is opened at the first use in a process."""
+        if self.path is not None and self._process != os.getpid():
+            self._array, self._process = _open(self.path), os.getpid()
+        return self._array
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) if self.path is None else {**vars(self), "_array": None, "_process": 0}
 
     def __len__(self) -> int:
         return int(self.array.shape[0])
@@ -61,36 +61,7 @@ class StackedArray:
 
     def file(self, index: int) -> str | None:
         """Returns the file of a sample, for error messages."""
-        return None
-
-
-class File:
-    """A file with a stacked array, opened by every process that reads it: they cannot share one."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self._opened: tuple[int, StackedArray] | None = None  # and the process that opened it
-        self._stacked()
-
-    def __len__(self) -> int:
-        return len(self._stacked())
-
-    def shape(self, index: int) -> tuple[int, ...]:
-        return self._stacked().shape(index)
-
-    def read(self, index: int, slices: Slices) -> Array:
-        return self._stacked().read(index, slices)
-
-    def file(self, index: int) -> str | None:
         return self.path
-
-    def _stacked(self) -> StackedArray:
-        if self._opened is None or self._opened[0] != os.getpid():
-            self._opened = os.getpid(), StackedArray(_open(self.path), f"file {self.path!r}")
-        return self._opened[1]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path, "_opened": None}
 
 
 class SeparateSamples:
@@ -144,7 +115,9 @@ class Computed:
         try:
             return np.asarray(self.reader(index, slices))
         except Exception as error:  # the user's own code
-            message = f"{self.where}, sample {index}: its function raised {type(error).__name__}: {in_a_line(error)}"
+            message = (
+                f"{self.where}, sample {index}: its function raised {type(error).__name__}: {first_line(error, 200)}"
+            )
             raise LayerwiseError(message) from error
 
     def file(self, index: int) -> str | None:
@@ -192,14 +165,12 @@ class SampleRegion:
         return self.box.lo[dim] + s.start, self.box.lo[dim] + s.stop
 
 
-SampleSource = StackedArray | File | SeparateSamples | Computed | SampleRegion
+SampleSource = StackedArray | SeparateSamples | Computed | SampleRegion
 
 
 def source_of(value: object, name: str, samples: int | None, shape: tuple[int, ...]) -> SampleSource:
     """The user's source for input `name`. samples, shape: for a function. Raises LayerwiseError for other values."""
-    if isinstance(value, str | os.PathLike):
-        return File(os.fspath(value))
-    if hasattr(value, "shape") and hasattr(value, "__getitem__"):
+    if isinstance(value, str | os.PathLike) or (hasattr(value, "shape") and hasattr(value, "__getitem__")):
         return StackedArray(value, f"input {name!r}")
     if isinstance(value, Sequence) and len(value):
         return SeparateSamples(value, f"input {name!r}")
@@ -274,8 +245,3 @@ class _Nifti:
         if self.channels:
             return np.moveaxis(np.asarray(self.proxy[(*rest, first)]), -1, 0)
         return np.asarray(self.proxy[tuple(rest)])[None][first]
-
-
-def in_a_line(error: BaseException) -> str:
-    """The first 200 characters of an error on one line; its class if it has no message."""
-    return " ".join(str(error).split())[:200] or type(error).__name__

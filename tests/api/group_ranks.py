@@ -111,7 +111,7 @@ def fitted(comm: Comm) -> dict[str, Tensor]:
     optimizer, loss = sgd(model), nn.CrossEntropyLoss()
     how = keywords({"verbose": False, "profile": "cpu", "strategy": SPLIT[0]})
     samples, back = data(2 * BATCH), order(2 * BATCH, 0, 0).argsort()
-    made = fit(
+    fit(
         model,
         tuple(x[back] for x in samples.tensors),
         loss,
@@ -120,7 +120,7 @@ def fitted(comm: Comm) -> dict[str, Tensor]:
         device_mesh=mesh()["domain"],
         **how,
     )
-    return made.state_dict()
+    return model.state_dict()
 
 
 def measured(comm: Comm) -> tuple[str, list[dict[str, Any]]]:

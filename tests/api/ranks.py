@@ -90,7 +90,7 @@ def fitted_in_part(comm: Comm) -> dict[str, Tensor]:
     )  # fmt: skip
     held = [name for name, _ in made.module.named_parameters() if name.startswith("7.")]
     assert len(made.optimizer.param_groups[0]["params"]) == len(held)
-    return made.state_dict()
+    return model.state_dict()
 
 
 class Volumes(nn.Module):

@@ -1,6 +1,7 @@
 """choose: layers by hand are kept, and the rest is the optimum around them; nodes and memory as they are found."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,11 @@ from layerwise.search.find import search
 from layerwise.search.solve.alternatives import all_alternatives
 from tests.comm.thread import run_threads
 
-REQUEST = Request("alexnet", torch.float32, 16e9)
+REQUEST = Request("alexnet", 16e9)
+
+
+def asked(**options: Any) -> Request:
+    return replace(REQUEST, options=ParallelOptions(**options))
 
 
 def planned(
@@ -100,7 +105,7 @@ def test_a_profile_whose_kinds_are_not_the_ranks_is_refused() -> None:
 
     def machine(comm: Comm, kinds: tuple[str, ...]) -> Machine:
         world = World(comm, 1, len(kinds), (0, 1), kinds[0], 10**10, kinds=kinds, memories=(10**10,) * len(kinds))
-        return machine_of(fuse(load_model("lenet5", 8)), world, REQUEST, options, measure=False)
+        return machine_of(fuse(load_model("lenet5", 8)), world, replace(REQUEST, options=options), measure=False)
 
     assert run_threads(2, lambda comm: machine(comm, ("A6000", "RTX 2080 Ti")))[0].profile.kinds
     three = "2080", "a6000", "2080"
@@ -127,7 +132,7 @@ def test_more_ranks_than_one_are_tried() -> None:
 
 def test_a_given_plan_is_checked_with_the_same_assumptions() -> None:
     """Adam's state counts for plan=, too."""
-    adam = replace(REQUEST, optimizer="adam")
+    adam = asked(optimizer="adam")
     need = planned("data", adam).best.price.memory_bytes
     plan = planned("data").plan
     graph = fuse(load_model("alexnet", 64))
@@ -152,7 +157,7 @@ def test_what_is_said() -> None:
 
     assert "× as fast as data parallelism" in said(planned(None))
     assert "data parallelism, as asked for" in said(planned("data"))
-    kept = said(planned(None, replace(REQUEST, effort="quick"), batch=384))  # moves gain more than the error
+    kept = said(planned(None, asked(effort="quick"), batch=384))  # moves gain more than the error
     assert "kept: the fastest plan found is predicted 1.014× as fast (1.4% less time), within the model's error" in kept
     little = replace(REQUEST, memory_bytes=0.99 * planned("data").data.price.memory_bytes)
     assert "as fast as data parallelism, which does not fit into memory: " in said(planned(None, little))
@@ -163,7 +168,7 @@ def test_what_is_said() -> None:
     assert (
         "every rank is to be given the whole batch (io boxes), and takes its boxes of it: its loss is in the" in inside
     )
-    boxes = said(planned(None, replace(REQUEST, io="boxes"), batch=2))
+    boxes = said(planned(None, asked(io="boxes"), batch=2))
     assert "every rank is to be given the boxes of it that its layers need (io boxes)" in boxes
     assert "planned with float32's" in said(planned(None, replace(REQUEST, dtype=torch.bfloat16)))
     assert "the only plan there is" in said(planned(None, ranks=1))

@@ -19,7 +19,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from layerwise.api.parallelize import DEFAULT, Keywords, parallelize
+from layerwise.api.arguments import DEFAULT
+from layerwise.api.parallelize import Keywords, parallelize
 from layerwise.errors import LayerwiseError
 from layerwise.integrations.lightning.first_calls import EXAMPLES, first_batch, first_calls
 from layerwise.integrations.optimizer_state import full_state, load_full_state, parallel_modules

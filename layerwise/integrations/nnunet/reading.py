@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from layerwise.errors import LayerwiseError
-from layerwise.volumes.sources import foreign
+from layerwise.errors import LayerwiseError, foreign
 
 # What numpy numbers in a checkpoint's log are made of; none of it runs code of the file.
 NUMBERS: list[Any] = [

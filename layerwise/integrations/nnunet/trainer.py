@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from layerwise.api.arguments import DEFAULT
 from layerwise.api.optimizers import planned
-from layerwise.api.parallelize import DEFAULT, Keywords, parallelize
+from layerwise.api.parallelize import Keywords, parallelize
 from layerwise.api.world import join
 from layerwise.comm.together import alone
 from layerwise.errors import LayerwiseError
