@@ -40,6 +40,7 @@ from layerwise.measure.bench import Mode
 from layerwise.measure.cells import layer_cells, wanted_cells
 from layerwise.measure.conditions import base_profile, conditions, modes, provenance
 from layerwise.measure.measuring import Measuring, timed
+from layerwise.measure.measuring import measure as measure_cells
 from layerwise.measure.timing import Stopwatch
 from layerwise.ops.facts import Gemm
 from layerwise.plan import Plan
@@ -293,7 +294,7 @@ def steps(setting: Setting, name: str, batch: int) -> Found:
                 strategy = {layer.name: best[layer.name] for layer in graph.inner}
                 cells = wanted_cells(model, {key: (config,) for key, config in strategy.items()})
                 measuring.deadline_s = time.monotonic() + (0.5 if setting.tiny else 4.0)
-                measuring.measure(measuring.left(cells.values()))
+                measure_cells([(measuring, measuring.left(cells.values()))])
                 layers = CostModel(graph, replace(model.devices, layers=(measuring.times,)), model.options)
                 plan = Plan(name, graph.digest, batch, size, size, io, True, strategy)
                 predicted = [

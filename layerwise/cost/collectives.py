@@ -245,12 +245,20 @@ def _group_shape_of(runs: Runs, strided: bool, copies: bool, before: Before, gra
 SyncMethod = Literal["all-reduce", "parameter-server", "connections to a parameter server"]
 
 
-def bucket_s(size_bytes: float, group: GroupShape, graph: DeviceGraph, method: SyncMethod) -> float:
-    """Time to synchronize one bucket of gradients.
+def bucket_s(
+    size_bytes: float,
+    group: GroupShape,
+    graph: DeviceGraph,
+    method: SyncMethod = "all-reduce",
+    operation: Operation = "all_reduce",
+) -> float:
+    """Time to synchronize one bucket of gradients, or to reduce-scatter or gather one of sharded parameters.
 
     A parameter server is the first replica: 2(r-1) bytes/b if its port is serial, or 2 bytes/b of the slowest link if
     each replica's connection runs at its own bandwidth at the same time (two readings of Jia et al.).
     """
+    if operation != "all_reduce":
+        return reduce_scatter_s(size_bytes, group, graph, operation)
     if method == "parameter-server":
         return 2 * group.server_s_per_byte * size_bytes
     if method == "connections to a parameter server":
@@ -259,9 +267,11 @@ def bucket_s(size_bytes: float, group: GroupShape, graph: DeviceGraph, method: S
 
 
 @lru_cache(maxsize=65536)
-def sync_rate(group: GroupShape, graph: DeviceGraph, method: SyncMethod) -> float:
-    """Seconds a byte of gradient, over a step: a bucket's gradients share the latency of its all-reduce."""
-    return bucket_s(BUCKET_BYTES, group, graph, method) / BUCKET_BYTES
+def bucket_rate(
+    group: GroupShape, graph: DeviceGraph, method: SyncMethod = "all-reduce", operation: Operation = "all_reduce"
+) -> float:
+    """Seconds a byte in a full bucket, whose members share the latency of its collective."""
+    return bucket_s(BUCKET_BYTES, group, graph, method, operation) / BUCKET_BYTES
 
 
 @lru_cache(maxsize=65536)
@@ -276,18 +286,4 @@ def least_rate(
         return 0.0
     curve = graph.links and graph.links.curve(operation, group.fan, groups_per_port(group))
     sizes = [size_bytes, *(size for size, _ in (curve.knots if curve else ()) if 0 < size < size_bytes)]
-    if operation == "all_reduce":
-        return min(bucket_s(size, group, graph, method) / size for size in sizes)
-    return min(reduce_scatter_s(size, group, graph) / size for size in sizes)
-
-
-@lru_cache(maxsize=65536)
-def scatter_rate(group: GroupShape, graph: DeviceGraph) -> float:
-    """Seconds a byte of gradient that is reduce-scattered in buckets."""
-    return reduce_scatter_s(BUCKET_BYTES, group, graph) / BUCKET_BYTES
-
-
-@lru_cache(maxsize=65536)
-def gather_rate(group: GroupShape, graph: DeviceGraph) -> float:
-    """Seconds a byte of parameters that are gathered in buckets."""
-    return all_gather_s(BUCKET_BYTES, group, graph) / BUCKET_BYTES
+    return min(bucket_s(size, group, graph, method, operation) / size for size in sizes)

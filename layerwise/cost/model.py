@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
-from typing import Any, TypeVar
 
 import numpy as np
 
@@ -25,7 +24,6 @@ from layerwise.partition.edge import Edge, cells_on
 from layerwise.partition.layout import Layout
 from layerwise.partition.place import data_parallel
 
-T = TypeVar("T")
 Pair = tuple[Config, Config]  # of the two ends of an edge
 
 __all__ = ["Configs", "CostModel", "CostOptions", "CostTables", "EdgeName", "NodeCost", "Progress", "Strategy"]
@@ -72,46 +70,37 @@ class CostModel(Setting):
         if self.shares is None:
             self.shares = self.weights[0] if self.weights else ()
         self._rows: dict[object, NodeCosts] = {}
-        self._nodes: dict[object, NodeCost] = {}
-        self._made: dict[object, Any] = {}
-        self._edges: dict[object, dict[str, Floats]] = {}
-        self._small_edges: dict[object, dict[str, Floats]] = {}
         self._pairs: dict[object, dict[Pair, dict[str, Floats]]] = {}
         self._layer_s: dict[tuple[int, Config], float] = {}
         self._pair_s: dict[tuple[object, Pair], float] = {}
         self._cells: dict[int, tuple[tuple[Config, ...], tuple[Config, ...], list[int]]] = {}
         self._same: dict[tuple[Config, ...], tuple[Config, ...]] = {}
 
-    def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """The result of `make`, cached under `key`, which must determine it."""
-        if key not in self._made:
-            self._made[key] = make()
-        found: T = self._made[key]
-        return found
-
     def node_cost(self, layer: Layer, configs: tuple[Config, ...]) -> NodeCost:
         """A layer's own costs under each configuration."""
-        key = self.kind(layer), configs
-        if key not in self._nodes:
-            known = self._rows.setdefault(key[0], NodeCosts())
+        kind = self.kind(layer)
+
+        def found() -> NodeCost:
+            known = self._rows.setdefault(kind, NodeCosts())
             if new := tuple(config for config in dict.fromkeys(configs) if config not in known.row):
                 known.add(new, self._node_cost(layer, new, self.graph.flows_back(layer)))
-            self._nodes[key] = known.of(configs)
-        return self._nodes[key]
+            return known.of(configs)
+
+        return self.once(("node", kind, configs), found)
 
     def _node_cost(self, layer: Layer, configs: tuple[Config, ...], wanted: tuple[bool, ...]) -> NodeCost:
         layout = self.layout(layer, configs)
         cells = tuple(config.cells for config in configs)
         if cells == configs:
             kinds = self._compute_times(layer, layout, wanted)
-            compute = ComputeTime.slowest(kinds) if len(kinds) > 1 else kinds[0]
+            compute = ComputeTime.slowest(kinds)
             seconds = {term.name: term.seconds(self, layer, layout, False) for term in LAYER_TERMS}
             return NodeCost(compute, {COMPUTE.name: compute.total, **seconds}, kinds if len(kinds) > 1 else ())
         plain = self.node_cost(layer, cells)
-        compute, seconds, kinds = plain.compute, dict(plain.seconds), plain.kinds
+        compute, seconds, kinds = plain.compute, dict(plain.seconds), list(plain.kinds)
         if any(config.states != "replicated" for config in configs):
-            compute, *each = (time.updating(owned_share(self, layer, layout)) for time in (compute, *kinds))
-            kinds = tuple(each)
+            share = owned_share(self, layer, layout)
+            compute, *kinds = (time.updating(share) for time in (compute, *kinds))
             seconds |= {term.name: term.seconds(self, layer, layout, False) for term in LAYER_TERMS if term.by_states}
         seconds[COMPUTE.name] = compute.total
         recomputed = np.array([config.recompute for config in configs])
@@ -127,13 +116,13 @@ class CostModel(Setting):
         collectives = {term.name: term.seconds(self, layer, layout, True) for term in LAYER_TERMS if term.recomputes}
         return {name: once[rows] for name, once in {COMPUTE.name: compute.forward, **collectives}.items()}
 
-    def _compute_times(self, layer: Layer, layout: Layout, wanted: tuple[bool, ...]) -> tuple[ComputeTime, ...]:
+    def _compute_times(self, layer: Layer, layout: Layout, wanted: tuple[bool, ...]) -> list[ComputeTime]:
         """By kind of devices: the time of the largest cell on any of them, or 0 if none has a cell."""
         found = list[ComputeTime]()
-        for kind in range(max(len(self.devices.kinds), 1)):
+        for kind in range(len(self.devices.each_kind)):
             largest, some = self.largest_of_kind(layer, layout, kind)
             found.append(self._compute_time(layer, largest, wanted, kind).where(some))
-        return tuple(found)
+        return found
 
     def largest_of_kind(self, layer: Layer, layout: Layout, kind: int) -> tuple[Layout, Mask | bool]:
         """The layout whose largest cells are the largest on devices of a kind, and where any of these has one."""
@@ -155,7 +144,7 @@ class CostModel(Setting):
         if measured is not None:
             trained = self.trained[layer.name]  # that is how it was measured, also for inference
             return measured.compute_time(trained, layout, self.trained.flows_back(trained), self.uses[layer.name])
-        processor = self.kind_of_device(kind).processor
+        processor = self.devices.each_kind[kind].processor
         return compute_time(layer, layout, wanted, processor, dtype, self.options.optimizer)
 
     @cached_property
@@ -190,9 +179,8 @@ class CostModel(Setting):
             times = [self._compute_time(layer, layout, wanted, kind) for kind in kinds]
             known = [float(time.measured[0] + time.fitted[0]) > 0 for time in times]
             if any(known) and not all(known):  # measured of some kinds alone, which says nothing of their proportion
-                of, optimizer = (layer, layout, wanted), self.options.optimizer
-                processors = [self.kind_of_device(kind).processor for kind in kinds]
-                times = [compute_time(*of, processor, self.dtype(layer), optimizer) for processor in processors]
+                more = self.dtype(layer), self.options.optimizer
+                times = [compute_time(layer, layout, wanted, kind.processor, *more) for kind in self.devices.kinds]
             total += [time.total[0] for time in times]
         return total
 
@@ -213,10 +201,8 @@ class CostModel(Setting):
         if watched is None and len(sources) == len(targets) == 1:
             pair = sources[0], targets[0]
             return self._priced(name, (pair,))[pair]
-        key = self._kinds_of(name), sources, targets, watched
-        if key not in self._small_edges:
-            self._small_edges[key] = self._edge_costs(name, sources, targets, watched)
-        return self._small_edges[key]
+        key = "edge", self._kinds_of(name), sources, targets, watched
+        return self.once(key, lambda: self._edge_costs(name, sources, targets, watched))
 
     def _edge_costs(
         self,
@@ -254,10 +240,10 @@ class CostModel(Setting):
         return cells, rows
 
     def _seconds(self, edge: Edge, times: int, watched: tuple[int, ...] | None) -> dict[str, Floats]:
-        key = (times, edge, watched)
-        if key not in self._edges:
-            self._edges[key] = {term.name: term.seconds(self, edge, times, watched) for term in EDGE_TERMS}
-        return self._edges[key]
+        def made() -> dict[str, Floats]:
+            return {term.name: term.seconds(self, edge, times, watched) for term in EDGE_TERMS}
+
+        return self.once((times, edge, watched), made)
 
     def edge_cost(
         self,

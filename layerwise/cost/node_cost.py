@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import reduce
 
 import numpy as np
@@ -12,8 +12,6 @@ from layerwise.config import Config
 from layerwise.cost.compute.roofline import ComputeTime
 from layerwise.geometry.arrays import Floats, Ints
 
-COMPUTE_PARTS = tuple(part.name for part in fields(ComputeTime))
-
 
 @dataclass(frozen=True, slots=True)
 class NodeCost:
@@ -21,21 +19,19 @@ class NodeCost:
 
     compute: ComputeTime  # without recomputation
     seconds: Mapping[str, Floats]  # (C,) by term, with recomputation: t_C, t_S, and the collectives inside the layer
-    kinds: tuple[ComputeTime, ...] = ()  # of unequal devices, that of each kind; `compute` is the slowest one's
+    kinds: Sequence[ComputeTime] = ()  # of unequal devices, that of each kind; `compute` is the slowest one's
 
     @staticmethod
     def joined(costs: Sequence[NodeCost]) -> NodeCost:
         """The costs of all configurations, concatenated."""
         seconds = {name: np.concatenate([cost.seconds[name] for cost in costs]) for name in costs[0].seconds}
-        kinds = tuple(map(_joined, zip(*(cost.kinds for cost in costs), strict=True)))
-        return NodeCost(_joined([cost.compute for cost in costs]), seconds, kinds)
+        kinds = [ComputeTime.joined(times) for times in zip(*(cost.kinds for cost in costs), strict=True)]
+        return NodeCost(ComputeTime.joined([cost.compute for cost in costs]), seconds, kinds)
 
     def on(self, rows: Ints) -> NodeCost:
         """The costs of these configurations."""
-        compute, *kinds = (
-            ComputeTime(*(getattr(time, name)[rows] for name in COMPUTE_PARTS)) for time in (self.compute, *self.kinds)
-        )
-        return NodeCost(compute, {name: cost[rows] for name, cost in self.seconds.items()}, tuple(kinds))
+        seconds = {name: cost[rows] for name, cost in self.seconds.items()}
+        return NodeCost(self.compute.on(rows), seconds, [time.on(rows) for time in self.kinds])
 
     def of_kind(self, kind: int) -> ComputeTime:
         """The times of one kind of devices."""
@@ -45,10 +41,6 @@ class NodeCost:
     def total(self) -> Floats:
         """Seconds by configuration, (C,)."""
         return reduce(np.add, self.seconds.values())
-
-
-def _joined(times: Sequence[ComputeTime]) -> ComputeTime:
-    return ComputeTime(*(np.concatenate([getattr(time, name) for time in times]) for name in COMPUTE_PARTS))
 
 
 class NodeCosts:

@@ -31,11 +31,11 @@ class Selections:
     each of these cells, where there may be more than one.
     """
 
-    def __init__(self, cells: LayoutCells, graph: DeviceGraph, watched: Ints) -> None:
-        sizes = [1, *(level.devices for level in graph.levels)]
+    def __init__(self, cells: LayoutCells, graph: DeviceGraph, watched: tuple[int, ...]) -> None:
+        sizes, seen = [1, *(level.devices for level in graph.levels)], np.array(watched, np.int64)
         self.cuts = cells.cuts
-        self.boxes: tuple[Ranges, ...] = tuple(_group_boxes(cells, size, watched) for size in sizes)
-        self.times: tuple[Ints | None, ...] = tuple(_times(cells, size, watched) for size in sizes)
+        self.boxes: tuple[Ranges, ...] = tuple(_group_boxes(cells, size, seen) for size in sizes)
+        self.times: tuple[Ints | None, ...] = tuple(_times(cells, size, seen) for size in sizes)
         self._patterns: dict[tuple[int, int, int | None], tuple[Ints, Ints, Ints, Ints]] = {}
 
     def patterns(self, selection: int, box: int, dim: int | None) -> tuple[Ints, Ints, Ints, Ints]:
@@ -68,10 +68,7 @@ def _distinct(rows: Ints) -> tuple[Ints, Ints]:
     return np.unique(which, return_index=True)[1], which
 
 
-@lru_cache(maxsize=512)
-def selections(cells: LayoutCells, graph: DeviceGraph, watched: tuple[int, ...]) -> Selections:
-    """Seen from some devices."""
-    return Selections(cells, graph, np.array(watched, np.int64))
+selections = lru_cache(maxsize=512)(Selections)
 
 
 def _groups(cells: LayoutCells, size: int, watched: Ints) -> tuple[Ints, Ints, Ints]:

@@ -93,29 +93,28 @@ def price(model: CostModel, strategy: Strategy, *, memory_bytes: float | None = 
         ['compute', 'gather', 'reduction', 'statistics', 'sync', 'transfer']
     """
     strategy = complete(model, strategy)
-    layers = {layer.name: _known_price(model, layer, strategy) for layer in model.graph.layers}
+    layers = {layer.name: _layer_price(model, layer, strategy) for layer in model.graph.layers}
     memory = float(peak_bytes(model, strategy).max()) if memory_bytes is None else memory_bytes
     return Price(layers, sum(p.total_s for p in layers.values()), memory)
 
 
-def _known_price(model: CostModel, layer: Layer, strategy: Strategy) -> LayerPrice:
-    """Cached for a layer's configuration and those of its inputs, as compared strategies differ in few layers."""
-    ends = tuple((model.kind(model.graph[source]), strategy[source]) for source in layer.inputs)
-    key = _layer_price, model.kind(layer), strategy[layer.name], ends
-    return model.once(key, lambda: _layer_price(model, layer, strategy))
-
-
 def _layer_price(model: CostModel, layer: Layer, strategy: Strategy) -> LayerPrice:
+    """Cached for a layer's configuration and those of its inputs, as compared strategies differ in few layers."""
     config = strategy[layer.name]
-    cost, layout = model.node_cost(layer, (config,)), model.layout(layer, (config,))
-    seconds = dict.fromkeys((term.name for term in TERMS), 0.0)
-    for slot, source in enumerate(layer.inputs):
-        for name, time_s in model.edge_costs((source, layer.name, slot), (strategy[source],), (config,)).items():
-            seconds[name] += float(time_s[0, 0])
-    seconds |= {name: float(array[0]) for name, array in cost.seconds.items()}
-    sent, gathered_bytes = sent_bytes(model, layer, strategy)
-    memory_bytes = gathered_bytes + held_bytes(model, layer, layout)
-    return LayerPrice(config, seconds, sent, memory_bytes, *_known_s(cost, config))
+
+    def priced() -> LayerPrice:
+        cost, layout = model.node_cost(layer, (config,)), model.layout(layer, (config,))
+        seconds = dict.fromkeys((term.name for term in TERMS), 0.0)
+        for slot, source in enumerate(layer.inputs):
+            for name, time_s in model.edge_costs((source, layer.name, slot), (strategy[source],), (config,)).items():
+                seconds[name] += float(time_s[0, 0])
+        seconds |= {name: float(array[0]) for name, array in cost.seconds.items()}
+        sent, gathered_bytes = sent_bytes(model, layer, strategy)
+        memory_bytes = gathered_bytes + held_bytes(model, layer, layout)
+        return LayerPrice(config, seconds, sent, memory_bytes, *_known_s(cost, config))
+
+    ends = tuple((model.kind(model.graph[source]), strategy[source]) for source in layer.inputs)
+    return model.once((_layer_price, model.kind(layer), config, ends), priced)
 
 
 def sent_bytes(model: CostModel, layer: Layer, strategy: Strategy) -> tuple[dict[str, float], float]:
@@ -258,7 +257,7 @@ def describe(model: CostModel, shares: Basis) -> str:
     """`t_C (62% of the step time): 97% measured on X (float32, torch 2.13.0), 3% fitted, none analytic.`"""
     devices, where = model.devices, shares.conditions
     if where is None:
-        names = " and ".join(kind.processor.name for kind in devices.kinds) or devices.processor.name
+        names = " and ".join(kind.processor.name for kind in devices.each_kind)
         return (
             f"t_C is not measured but an analytic roofline of {names} at {model.options.dtype} "
             f"(profile {devices.name}; layerwise measure layers makes one of your machine)."
@@ -270,13 +269,10 @@ def describe(model: CostModel, shares: Basis) -> str:
     return f"t_C is {shares.of_step:.0%} of the step time: {'; '.join(parts)}."
 
 
-ALL_REDUCED = "Prices assume a parameter server for gradients, but a run uses all-reduces."
-
-
 def sync_lines(model: CostModel) -> Iterator[str]:
     """Yields a line if a run sums gradients differently from the prices."""
     if model.options.sync != "all-reduce" and model.options.kind == "training":
-        yield ALL_REDUCED
+        yield "Prices assume a parameter server for gradients, but a run uses all-reduces."
 
 
 def feeding_lines(model: CostModel) -> Iterator[str]:

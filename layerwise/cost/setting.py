@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 from layerwise.arguments import checked
 from layerwise.config import Config
@@ -16,7 +16,7 @@ from layerwise.graph.layer import Layer
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.graph.mixed import mixed
 from layerwise.graph.types import autocast_within
-from layerwise.machine import AUTOCAST, DeviceGraph, Kind, precision
+from layerwise.machine import AUTOCAST, DeviceGraph, precision
 from layerwise.ops.base import Role
 from layerwise.partition.edge import Edge
 from layerwise.partition.layout import Layout, layout
@@ -24,6 +24,7 @@ from layerwise.partition.place import data_parallel, input_maps
 from layerwise.program import StepKind
 from layerwise.quantities import samples
 
+T = TypeVar("T")
 EdgeName = tuple[str, str, int]  # an edge of the graph: producer, consumer, input slot
 Strategy = Mapping[str, Config]
 Configs = Mapping[str, tuple[Config, ...]]
@@ -134,11 +135,17 @@ class Setting:
             self.graph = self.graph.untrained()
         self.has_gradient = self.graph.has_gradient
         self.uses = gradient_uses(self.trained)
-        self._measurements: dict[tuple[str, int], Measurements | None] = {}
+        self._made: dict[object, Any] = {}
         self._layouts: dict[tuple[str, int], tuple[Sequence[Config], Layout]] = {}
-        self._small_layouts: dict[tuple[int, tuple[Config, ...]], Layout] = {}
         self._kinds: dict[object, int] = {}
         self._kind_of: dict[str, int] = {}
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """The result of `make`, cached under `key`, which must determine it."""
+        if key not in self._made:
+            self._made[key] = make()
+        found: T = self._made[key]
+        return found
 
     @property
     def measurements(self) -> Measurements | None:
@@ -147,19 +154,16 @@ class Setting:
 
     def measurements_in(self, dtype: str, kind: int = 0) -> Measurements | None:
         """The measurements for layers that compute in one of machine.DTYPES, on devices of a kind."""
-        if (dtype, kind) not in self._measurements:
-            device, options = self.kind_of_device(kind), self.options
-            times = latest(device.layers, dtype)
-            self._measurements[dtype, kind] = (
-                Measurements(times, device.processor, dtype, options.optimizer, options.local_batch_norm, options.kind)
-                if times is not None
-                else None
-            )
-        return self._measurements[dtype, kind]
 
-    def kind_of_device(self, kind: int) -> Kind:
-        """A kind of the devices, of which equal ones have one."""
-        return (self.devices.kinds or (Kind(self.devices.processor, self.devices.layers),))[kind]
+        def found() -> Measurements | None:
+            device, options = self.devices.each_kind[kind], self.options
+            times = latest(device.layers, dtype)
+            if times is None:
+                return None
+            of_step = options.optimizer, options.local_batch_norm, options.kind
+            return Measurements(times, device.processor, dtype, *of_step)
+
+        return self.once(("measurements", dtype, kind), found)
 
     def dtype(self, layer: Layer) -> str:
         """The type that a layer computes in, of machine.DTYPES: the step's, or that of the model's own autocast.
@@ -173,8 +177,7 @@ class Setting:
         if here == around:
             return wanted
         name = "float32" if here is None else precision(here)
-        processors = [kind.processor for kind in self.devices.kinds] or [self.devices.processor]
-        return name if all(name in processor.peak_flops for processor in processors) else wanted
+        return name if all(name in kind.processor.peak_flops for kind in self.devices.each_kind) else wanted
 
     @property
     def mixed_precision(self) -> dict[str, str | None] | None:
@@ -201,10 +204,7 @@ class Setting:
     def layout(self, layer: Layer, configs: Sequence[Config]) -> Layout:
         """Cells of the layer's configurations on these devices."""
         if len(configs) <= MANY:
-            small = self.kind(layer), tuple(configs)
-            if small not in self._small_layouts:
-                self._small_layouts[small] = self._layout(layer, configs)
-            return self._small_layouts[small]
+            return self.once(("layout", self.kind(layer), tuple(configs)), lambda: self._layout(layer, configs))
         key = layer.name, id(configs)
         if key not in self._layouts:
             self._layouts[key] = configs, self._layout(layer, configs)  # kept, so that its id stays its own

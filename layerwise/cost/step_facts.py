@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
 from layerwise.config import Config, States
 from layerwise.cost.collectives import GroupShape
 from layerwise.cost.model import CostModel, Strategy
 from layerwise.cost.terms import Collective, ParameterKind, gradients_of, shares_of
 from layerwise.geometry.arrays import Ints
 from layerwise.graph.layer import Layer
-from layerwise.ops.base import Role
 from layerwise.partition.ahead import begun_before
 from layerwise.partition.buckets import BUCKET_BYTES
 from layerwise.partition.groups import replicas
@@ -67,8 +64,7 @@ def gradient_sums(model: CostModel, layer: Layer, config: Config) -> list[Gradie
 
     def made() -> list[GradientSum]:
         layout = model.layout(layer, (config,))
-        reduced = _sums(layer, config, gradients_of(model, layer, layout), "replicated")
-        return [*gathers(model, layer, config), *reduced]
+        return [*gathers(model, layer, config), *_sums(gradients_of(model, layer, layout), "replicated")]
 
     return model.once((gradient_sums, model.kind(layer), config), made)
 
@@ -78,7 +74,7 @@ def gathers(model: CostModel, layer: Layer, config: Config) -> list[GradientSum]
 
     def made() -> list[GradientSum]:
         shared = shares_of(model, layer, model.layout(layer, (config,)))
-        return list(_sums(layer, config, shared, states_of(layer, config)))
+        return list(_sums(shared, states_of(layer, config)))
 
     return model.once((gathers, model.kind(layer), config), made)
 
@@ -88,10 +84,8 @@ def gathered_alone(model: CostModel, layer: Layer, config: Config) -> bool:
     return states_of(layer, config) == "gathered" and bool(gathers(model, layer, config))
 
 
-def _sums(layer: Layer, config: Config, collectives: list[Collective], states: States) -> Iterator[GradientSum]:
+def _sums(collectives: list[Collective], states: States) -> Iterator[GradientSum]:
     for c in reversed(collectives):  # the last parameter first: a bias, then its weight
         if c.group_shapes[0].size > 1 and c.size_bytes[0]:
             row = replicas(c.cells, c.keys)[0]
-            if layer.role is Role.TIED and config.total == 1:  # replicated
-                row = np.zeros_like(row)
             yield GradientSum(row, c.group_shapes[0], float(c.size_bytes[0]), states, (c.keys, c.epilogue))

@@ -90,10 +90,7 @@ class Sums:
         return np.stack([elements, overlaps]).astype(np.float64)
 
 
-@lru_cache(maxsize=1024)
-def sums(held: Dim, a_values: tuple[int, ...], axis: AxisMap, dim: Dim, b_values: tuple[int, ...]) -> Sums:
-    """`Sums` of these."""
-    return Sums(held, a_values, axis, dim, b_values)
+sums = lru_cache(maxsize=1024)(Sums)
 
 
 def _begin(degrees: Ints) -> Ints:

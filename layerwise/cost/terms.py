@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 
@@ -22,11 +22,9 @@ from layerwise.cost.collectives import (
     GroupShape,
     all_gather_s,
     all_reduce_s,
-    gather_rate,
+    bucket_rate,
     group_shapes,
     reduce_scatter_s,
-    scatter_rate,
-    sync_rate,
     wire_bytes,
 )
 from layerwise.cost.setting import Setting
@@ -53,6 +51,7 @@ class Collective:
     cells: LayoutCells
     keys: tuple[int, ...]
     epilogue: bool = False  # whether it belongs to a fused follower, whose boxes may differ
+    share: float = 1.0  # of an all-reduce's bytes, which a reduce-scatter and an all-gather send half of
 
 
 def kind_of(p: Parameter) -> ParameterKind:
@@ -90,7 +89,7 @@ def shares_of(setting: Setting, layer: Layer, layout: Layout) -> list[Collective
         return largest, total
 
     return [
-        _collective(size, total, layout.at(epilogue), keys, setting.devices, epilogue=epilogue)
+        _collective(size, total, layout.at(epilogue), keys, setting.devices, epilogue=epilogue, share=0.5)
         for (keys, epilogue), (size, total) in _of_parameters(layer, layout, sizes).items()
         if size.any()
     ]
@@ -131,12 +130,19 @@ def owned_share(setting: Setting, layer: Layer, layout: Layout) -> Floats:
 
 
 def _collective(
-    size: Floats, total: Floats, cells: LayoutCells, keys: Sequence[int], graph: DeviceGraph, *, epilogue: bool = False
+    size: Floats,
+    total: Floats,
+    cells: LayoutCells,
+    keys: Sequence[int],
+    graph: DeviceGraph,
+    *,
+    epilogue: bool = False,
+    share: float = 1.0,
 ) -> Collective:
-    return Collective(size, total, group_shapes(cells, tuple(keys), graph), cells, tuple(keys), epilogue)
+    return Collective(size, total, group_shapes(cells, tuple(keys), graph), cells, tuple(keys), epilogue, share)
 
 
-def statistics_of(setting: Setting, layer: Layer, layout: Layout, *, recomputed: bool = False) -> list[Collective]:
+def statistics_of(setting: Setting, layer: Layer, layout: Layout, recomputed: bool) -> list[Collective]:
     """All-reduces inside the layer: one forward, and one backward if the normalized tensor needs a gradient.
 
     recomputed: those of a recomputed layer's second forward pass.
@@ -162,8 +168,10 @@ def statistics_of(setting: Setting, layer: Layer, layout: Layout, *, recomputed:
     return collectives
 
 
-def reductions_of(setting: Setting, layer: Layer, layout: Layout) -> list[Collective]:
-    """The reduce-scatters of partial sums, if k is split."""
+def reductions_of(setting: Setting, layer: Layer, layout: Layout, recomputed: bool) -> list[Collective]:
+    """The reduce-scatters of partial sums, if k is split, each with the all-gather of its gradient, if that is needed:
+    for the main operator's weights or inputs.
+    """
     ks, computed = layer.space.reductions, layout.computed
     if not ks or (computed.degrees[:, ks.start :] == 1).all():
         return []
@@ -171,12 +179,8 @@ def reductions_of(setting: Setting, layer: Layer, layout: Layout) -> list[Collec
     extents = largest_extents(layer.space.dims, computed.cuts)[:, : ks.start]
     size = np.prod(extents, axis=1, dtype=np.float64) * main.item_bytes
     total = computed.degrees[:, ks.start :].prod(1) * float(main.volume * main.item_bytes)
-    return [_collective(size, total, computed, range(ks.start), setting.devices)]
-
-
-def reduces_back(setting: Setting, layer: Layer) -> bool:
-    """True if the partial sums need a gradient: for the main operator's weights or inputs."""
-    return setting.graph.gradients(layer)[0].result
+    back = not recomputed and setting.graph.gradients(layer)[0].result
+    return [_collective(size, total, computed, range(ks.start), setting.devices, share=1.0 if back else 0.5)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,8 +198,7 @@ class LayerTerm(Term):
     """A layer's own cost. Functions apply to the full step, or to the `recomputed` forward pass."""
 
     seconds: Callable[[Setting, Layer, Layout, bool], Floats]  # (C,) of C configurations
-    # Its collectives, each with its fraction of an all-reduce's bytes.
-    collectives: Callable[[Setting, Layer, Layout, bool], Sequence[tuple[Collective, float]]]
+    collectives: Callable[[Setting, Layer, Layout, bool], Sequence[Collective]]
     phases: Mapping[str, float]  # for the oracle's table: each phase's fraction; they sum to 1
     recomputes: bool = False  # whether recomputation repeats it
     span: Category | None = None  # in the simulated step: its devices wait for each other, half of it in each direction
@@ -204,7 +207,7 @@ class LayerTerm(Term):
     def sent_bytes(self, setting: Setting, layer: Layer, layout: Layout, *, recomputed: bool = False) -> float:
         """Bytes that all devices hand to the network, under the first configuration."""
         collectives = self.collectives(setting, layer, layout, recomputed)
-        return sum((share * wire_bytes(float(c.total_bytes[0]), c.group_shapes[0]) for c, share in collectives), 0.0)
+        return sum((c.share * wire_bytes(float(c.total_bytes[0]), c.group_shapes[0]) for c in collectives), 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,20 +222,20 @@ class EdgeTerm(Term):
 def sync_s(setting: Setting, layer: Layer, layout: Layout, recomputed: bool) -> Floats:
     """t_S: the gradients' all-reduces, by the rate of a full bucket; reduce-scatters for sharded parameters."""
     devices, sync = setting.devices, setting.options.sync_method
-    reduced = _by_rate(lambda g: sync_rate(g, devices, sync), gradients_of(setting, layer, layout), layout)
-    return _by_rate(lambda g: scatter_rate(g, devices), shares_of(setting, layer, layout), layout, reduced)
+    reduced = _by_rate(lambda g: bucket_rate(g, devices, sync), gradients_of(setting, layer, layout), layout)
+    scattered = shares_of(setting, layer, layout)
+    return _by_rate(lambda g: bucket_rate(g, devices, operation="reduce_scatter"), scattered, layout, reduced)
 
 
-def syncs(setting: Setting, layer: Layer, layout: Layout, recomputed: bool) -> list[tuple[Collective, float]]:
-    """The all-reduces, and the reduce-scatters, which send half as much."""
-    reduced, scattered = gradients_of(setting, layer, layout), shares_of(setting, layer, layout)
-    return [*((c, 1.0) for c in reduced), *((c, 0.5) for c in scattered)]
+def syncs(setting: Setting, layer: Layer, layout: Layout, recomputed: bool) -> list[Collective]:
+    """The all-reduces and reduce-scatters."""
+    return [*gradients_of(setting, layer, layout), *shares_of(setting, layer, layout)]
 
 
 def gather_s(setting: Setting, layer: Layer, layout: Layout, recomputed: bool) -> Floats:
     """The all-gathers of sharded parameters: once a step, in buckets; or layer by layer, twice."""
     shares, devices, times = shares_of(setting, layer, layout), setting.devices, gathers_of(layer, layout)
-    seconds = _by_rate(lambda g: gather_rate(g, devices), shares, layout)
+    seconds = _by_rate(lambda g: bucket_rate(g, devices, operation="all_gather"), shares, layout)
     for i in np.flatnonzero(times > 1).tolist() if shares else ():
         groups = Counter[GroupShape]()  # what a group gathers of a layer is sent together
         for c in shares:
@@ -242,31 +245,20 @@ def gather_s(setting: Setting, layer: Layer, layout: Layout, recomputed: bool) -
     return seconds
 
 
-def gathers(setting: Setting, layer: Layer, layout: Layout, recomputed: bool) -> list[tuple[Collective, float]]:
-    """The all-gathers of a step: each sends half as much as an all-reduce."""
+def gathers(setting: Setting, layer: Layer, layout: Layout, recomputed: bool) -> list[Collective]:
+    """The all-gathers of a step."""
     times = float(gathers_of(layer, layout)[0])
-    return [(c, times / 2) for c in shares_of(setting, layer, layout)]
+    return [replace(c, share=times * c.share) for c in shares_of(setting, layer, layout)]
 
 
 def statistics_s(setting: Setting, layer: Layer, layout: Layout, recomputed: bool) -> Floats:
     """The all-reduces of batch norm's sums, both directions; recomputed: those of a forward pass."""
-    return _each(all_reduce_s, statistics(setting, layer, layout, recomputed), setting, layout)
-
-
-def statistics(setting: Setting, layer: Layer, layout: Layout, recomputed: bool) -> list[tuple[Collective, float]]:
-    """The all-reduces of statistics."""
-    return [(c, 1.0) for c in statistics_of(setting, layer, layout, recomputed=recomputed)]
+    return _each(all_reduce_s, statistics_of(setting, layer, layout, recomputed), setting, layout)
 
 
 def reduction_s(setting: Setting, layer: Layer, layout: Layout, recomputed: bool) -> Floats:
     """The reduce-scatter over k, and its adjoint; recomputed: without that."""
-    return _each(reduce_scatter_s, reductions(setting, layer, layout, recomputed), setting, layout, half=True)
-
-
-def reductions(setting: Setting, layer: Layer, layout: Layout, recomputed: bool) -> list[tuple[Collective, float]]:
-    """The reduce-scatters over k, each with the all-gather of its gradient: together an all-reduce's bytes."""
-    share = 1.0 if not recomputed and reduces_back(setting, layer) else 0.5
-    return [(c, share) for c in reductions_of(setting, layer, layout)]
+    return 2 * _each(reduce_scatter_s, reductions_of(setting, layer, layout, recomputed), setting, layout)
 
 
 def _by_rate(
@@ -281,18 +273,16 @@ def _by_rate(
 
 def _each(
     cost: Callable[[float, GroupShape, DeviceGraph], float],
-    collectives: Sequence[tuple[Collective, float]],
+    collectives: Sequence[Collective],
     setting: Setting,
     layout: Layout,
-    *,
-    half: bool = False,
 ) -> Floats:
-    """(C,) seconds of all. half: each is half of an all-reduce."""
+    """(C,) seconds of all, each times its share."""
     total = np.zeros(len(layout.computed.degrees))
-    for c, share in collectives:
+    for c in collectives:
         pairs = list(zip(c.size_bytes.tolist(), c.group_shapes.which.tolist(), strict=True))
         known = {pair: cost(pair[0], c.group_shapes.shapes[pair[1]], setting.devices) for pair in dict.fromkeys(pairs)}
-        total += (2 * share if half else share) * np.array([known[pair] for pair in pairs])
+        total += c.share * np.array([known[pair] for pair in pairs])
     return total
 
 
@@ -309,7 +299,7 @@ STATISTICS = LayerTerm(
     column="t_C",
     traffic="statistics",
     seconds=statistics_s,
-    collectives=statistics,
+    collectives=statistics_of,
     recomputes=True,
     span="statistics",
     phases={"reduce_s": 1.0},
@@ -320,7 +310,7 @@ REDUCTION = LayerTerm(
     column="t_C",
     traffic="transfer",
     seconds=reduction_s,
-    collectives=reductions,
+    collectives=reductions_of,
     recomputes=True,
     span="transfers",
     phases={"reduce_s": 0.5, "gather_s": 0.5},

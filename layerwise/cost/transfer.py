@@ -22,7 +22,7 @@ import numpy as np
 from layerwise.cost.collectives import all_gather_s, group_shape, group_shapes, reduce_scatter_s
 from layerwise.cost.overlaps import Overlaps
 from layerwise.cost.setting import Setting
-from layerwise.geometry.arrays import Floats, Ints, Mask
+from layerwise.geometry.arrays import Floats, Ints
 from layerwise.machine import DeviceGraph
 from layerwise.partition.edge import Edge, are_gathers, coincide, driven, needers
 
@@ -159,7 +159,7 @@ def transfer_s(setting: Setting, edge: Edge, directions: int, watched: tuple[int
         all_s: Floats = directions * (traffic(edge, graph).total_bytes @ beta)
         return all_s
     travelling = _travelling_s(edge, graph, directions, watched)
-    measured = [setting.measurements_in(setting.options.dtype, kind) for kind in range(max(len(graph.kinds), 1))]
+    measured = [setting.measurements_in(setting.options.dtype, kind) for kind in range(len(graph.each_kind))]
     copy_s = max(0.0 if times is None else sum(times.copy_s[:directions]) for times in measured)
     if copy_s == 0:
         return travelling
@@ -170,7 +170,7 @@ def _travelling_s(edge: Edge, graph: DeviceGraph, directions: int, watched: tupl
     messages: Floats = directions * _messages_s(edge, graph, watched)
     if not graph.collectives:
         return messages
-    gathers = _gathers(edge, watched is not None)
+    gathers = _gathers(edge, roughly=watched is not None)
     columns = np.flatnonzero(gathers.any(0))  # few
     if len(columns):
         collective = gather_s(edge, columns, graph, directions)
@@ -180,14 +180,8 @@ def _travelling_s(edge: Edge, graph: DeviceGraph, directions: int, watched: tupl
     return messages
 
 
-@lru_cache(maxsize=1)  # of an edge both directions are asked for, and then one once more: what is recomputed
-def _messages_s(edge: Edge, graph: DeviceGraph, watched: tuple[int, ...] | None) -> Floats:
-    return port_seconds(edge, graph, watched)
-
-
-@lru_cache(maxsize=1)
-def _gathers(edge: Edge, roughly: bool) -> Mask:
-    return are_gathers(edge, roughly=roughly)
+# Of an edge both directions are asked for, and then one once more: what is recomputed.
+_messages_s, _gathers = lru_cache(maxsize=1)(port_seconds), lru_cache(maxsize=1)(are_gathers)
 
 
 def transfer_bytes(setting: Setting, edge: Edge, directions: int) -> float:

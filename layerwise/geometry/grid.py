@@ -160,11 +160,3 @@ class Grid:
                 tuple(e[i] for e, i in zip(edges, cell, strict=True)),
                 tuple(e[i + 1] for e, i in zip(edges, cell, strict=True)),
             )
-
-    def bounds(self) -> tuple[Ints, Ints]:
-        """lo and hi of every cell, each of shape (cells, rank)."""
-        index = np.indices(self.degrees).reshape(len(self.degrees), len(self))
-        edges = [boundaries(*dim) for dim in zip(self.shape, self.degrees, self.units, strict=True)]
-        lo = np.array([e[i] for e, i in zip(edges, index, strict=True)], dtype=np.int64)
-        hi = np.array([e[i + 1] for e, i in zip(edges, index, strict=True)], dtype=np.int64)
-        return lo.reshape(len(self.degrees), len(self)).T, hi.reshape(len(self.degrees), len(self)).T

@@ -15,6 +15,7 @@ from layerwise.machine.fields import Field, kind
 Operation = Literal["message", "exchange", "all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 VERSION = 1
+MOST = 2**20  # members of a group, and groups behind a port
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,20 +135,15 @@ def parse_links(section: Field) -> Links:
     conditions = row["conditions"].value
     if not isinstance(conditions, dict):
         raise row["conditions"].error(f"expected an object, found {kind(conditions)}")
-    overlaps = row["overlaps"].value
-    if not isinstance(overlaps, list):
-        raise row["overlaps"].error(f"expected a list, found {kind(overlaps)}")
-    return Links(
-        tuple(_curve(item) for item in row["curves"].items()),
-        tuple(_overlap(item) for item in row["overlaps"].items()) if overlaps else (),
-        conditions,
-    )
+    overlaps = tuple(_overlap(item) for item in row["overlaps"].items(least=0))
+    return Links(tuple(_curve(item) for item in row["curves"].items()), overlaps, conditions)
 
 
 def _curve(item: Field) -> Curve:
     row = item.members(("operation", "fan", "load", "knots"), ("message_s",))
     further = _further(row["message_s"]) if "message_s" in row else ()
-    return Curve(_operation(row["operation"]), _fan(row["fan"]), _whole(row["load"]), _knots(row["knots"]), further)
+    operation, load = row["operation"].choice(OPERATIONS), row["load"].count(MOST)
+    return Curve(operation, _fan(row["fan"]), load, _knots(row["knots"]), further)
 
 
 def _further(field: Field) -> tuple[tuple[float, float], ...]:
@@ -158,25 +154,18 @@ def _further(field: Field) -> tuple[tuple[float, float], ...]:
     return _rising(field, knots)
 
 
-def _operation(field: Field) -> Operation:
-    operation = next((name for name in OPERATIONS if name == field.value), None)
-    if operation is None:
-        raise field.error(f"expected one of {', '.join(OPERATIONS)}, found {kind(field.value)}")
-    return operation
-
-
 def _overlap(item: Field) -> Overlap:
     row = item.members(("fan", "load", "compute", "sync"), ("operation",))
-    operation = _operation(row["operation"]) if "operation" in row else "all_reduce"
+    operation = row["operation"].choice(OPERATIONS) if "operation" in row else "all_reduce"
     shares = row["compute"].plain_number(), row["sync"].plain_number()
     for name, share in zip(("compute", "sync"), shares, strict=True):
         if not 0.01 <= share <= 1:
             raise row[name].error(f"expected a share from 0.01 to 1, found {share}")
-    return Overlap(_fan(row["fan"]), _whole(row["load"]), *shares, operation)
+    return Overlap(_fan(row["fan"]), row["load"].count(MOST), *shares, operation)
 
 
 def _fan(field: Field) -> tuple[int, ...]:
-    fan = tuple(_whole(item) for item in field.items())
+    fan = tuple(item.count(MOST) for item in field.items())
     if fan[-1] == 1:
         raise field.error("the last level must have more than one member")
     return fan
@@ -196,10 +185,3 @@ def _rising(field: Field, knots: tuple[tuple[float, float], ...]) -> tuple[tuple
     if any(a[0] >= b[0] or a[1] > b[1] for a, b in pairwise(knots)):
         raise field.error("bytes must rise from pair to pair, and seconds must not fall")
     return knots
-
-
-def _whole(field: Field) -> int:
-    value = field.value
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 2**20:
-        raise field.error(f"expected a whole number from 1 to {2**20:,}, found {kind(value)}")
-    return value

@@ -136,6 +136,11 @@ class DeviceGraph:
         assert not self.kinds or len(self.kind_of) == self.count, "each device is of a kind"
 
     @property
+    def each_kind(self) -> tuple[Kind, ...]:
+        """The kinds; of equal devices, the only one."""
+        return self.kinds or (Kind(self.processor, self.layers),)
+
+    @property
     def device_type(self) -> str:
         """`cpu` or `cuda`, as PyTorch calls them."""
         return device_type(self.processor, self.layers)
@@ -148,9 +153,9 @@ class DeviceGraph:
     @property
     def names(self) -> str:
         """`8 × Tesla P100`; of unequal devices each kind."""
-        kinds = [kind.processor.name for kind in self.kinds] or [self.processor.name]
         counts = [self.kind_of.count(i) for i in range(len(self.kinds))] or [self.count]
-        return " and ".join(f"{count} × {name}" for count, name in zip(counts, kinds, strict=True))
+        kinds = zip(counts, self.each_kind, strict=True)
+        return " and ".join(f"{count} × {kind.processor.name}" for count, kind in kinds)
 
     @property
     def memory_scale(self) -> Floats | float:

@@ -7,8 +7,11 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal, TypeVar
 
 from layerwise.errors import LayerwiseError
+
+Name = TypeVar("Name", bound=str)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +45,10 @@ class Field:
                 raise self.member(name).error("missing")
         return {name: self.member(name) for name in self.value}
 
-    def items(self) -> Iterator[Field]:
-        """The items of a non-empty list."""
-        if not isinstance(self.value, list) or not self.value:
-            raise self.error(f"expected a list of at least one item, found {kind(self.value)}")
+    def items(self, *, least: Literal[0, 1] = 1) -> Iterator[Field]:
+        """The items of a list of at least so many."""
+        if not isinstance(self.value, list) or len(self.value) < least:
+            raise self.error(f"expected a list{' of at least one item' * least}, found {kind(self.value)}")
         for i, item in enumerate(self.value):
             yield Field(self.document, f"{self.path}[{i}]", item, self.sources)
 
@@ -54,6 +57,13 @@ class Field:
         if not isinstance(self.value, str) or not self.value.strip():
             raise self.error(f"expected a non-empty string, found {kind(self.value)}")
         return self.value
+
+    def choice(self, allowed: Sequence[Name]) -> Name:
+        """One of these strings."""
+        found = next((name for name in allowed if name == self.value), None)
+        if found is None:
+            raise self.error(f"expected one of {', '.join(allowed)}, found {kind(self.value)}")
+        return found
 
     def number(self) -> float:
         """A sourced number above zero; it and its inverse are finite."""
@@ -114,7 +124,7 @@ class Field:
 
     def wholes(self) -> tuple[int, ...]:
         """A list of plain whole numbers, possibly empty."""
-        return () if self.value == [] else tuple(item.plain_whole() for item in self.items())
+        return tuple(item.plain_whole() for item in self.items(least=0))
 
     def flag(self) -> bool:
         """true or false."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 
 from layerwise.files import parse_json
 from layerwise.machine.fields import Field, kind
@@ -102,14 +102,14 @@ def layers_as_json(sets: Sequence[LayerTimes]) -> dict[str, object]:
 def _set(item: Field) -> LayerTimes:
     row = item.members(("conditions", "made", "operators"), ("held_out_error",))
     made = row["made"].members((), tuple(row["made"].value) if isinstance(row["made"].value, dict) else ())
-    cells = {} if row["operators"].value == [] else _cells(row["operators"])
     error = row["held_out_error"].plain_number() if "held_out_error" in row else None
-    return LayerTimes(_conditions(row["conditions"]), {name: f.text() for name, f in made.items()}, cells, error)
+    texts, cells = {name: f.text() for name, f in made.items()}, _cells(row["operators"])
+    return LayerTimes(_conditions(row["conditions"]), texts, cells, error)
 
 
 def _cells(operators: Field) -> dict[str, dict[Extents, CellTime]]:
     cells: dict[str, dict[Extents, CellTime]] = {}
-    for operator in operators.items():
+    for operator in operators.items(least=0):
         row = operator.members(("operator", "cells"))
         name = _operator(row["operator"])
         if name in cells:
@@ -141,14 +141,11 @@ def _operator(item: Field) -> str:
 
 def _conditions(item: Field) -> Conditions:
     row = item.members(tuple(f.name for f in fields(Conditions)))
-    for name, allowed in (("dtype", DTYPES), ("tf32", TF32)):
-        if precision(row[name].text()) not in allowed:
-            raise row[name].error(f"expected one of {', '.join(allowed)}, found {row[name].value!r}")
     return Conditions(
         device=row["device"].text(),
         torch=row["torch"].text(),
-        dtype=precision(row["dtype"].text()),
-        tf32=row["tf32"].text(),
+        dtype=replace(row["dtype"], value=precision(row["dtype"].text())).choice(DTYPES),
+        tf32=row["tf32"].choice(TF32),
         channels_last=row["channels_last"].flag(),
         cudnn_benchmark=row["cudnn_benchmark"].flag(),
         threads=row["threads"].plain_whole(),

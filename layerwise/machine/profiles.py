@@ -21,7 +21,7 @@ from layerwise.files import parse_json, write_text
 from layerwise.machine.catalogue import BUILT_IN, composed, devices, is_composed
 from layerwise.machine.curves import parse_links
 from layerwise.machine.devices import Processor, Tile
-from layerwise.machine.fields import Field, kind
+from layerwise.machine.fields import Field
 from layerwise.machine.layer_times import DTYPES, layers_as_json, parse_layers, precision
 from layerwise.machine.profile import BACKENDS, Link, LinkLevel, Profile
 
@@ -140,8 +140,6 @@ def parse(text: str, file: str) -> Profile:
     required = ("format", "version", "name", "description", "device", "levels")
     optional = ("backend", "other_links", "links", "layers", *(("kind_of", "other_devices") if version > 1 else ()))
     top = root.members(required, optional)
-    if "backend" in top and top["backend"].value not in BACKENDS:
-        raise top["backend"].error(f"expected one of {', '.join(BACKENDS)}, found {kind(top['backend'].value)}")
     processor = _processor(top["device"])
     return Profile(
         name=top["name"].text(),
@@ -152,7 +150,7 @@ def parse(text: str, file: str) -> Profile:
         other_links=tuple(_link(item) for item in top["other_links"].items()) if "other_links" in top else (),
         layers=parse_layers(top["layers"]) if "layers" in top else (),
         links=parse_links(top["links"]) if "links" in top else None,
-        backend=top["backend"].text() if "backend" in top else BACKENDS[0],
+        backend=top["backend"].choice(BACKENDS) if "backend" in top else BACKENDS[0],
         **(_kinds(processor, top["other_devices"], root.member("kind_of")) if "other_devices" in top else {}),
     )
 

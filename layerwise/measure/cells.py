@@ -69,7 +69,7 @@ def _cells(model: CostModel, layer: Layer, configs: Sequence[Config], kind: int)
     flows = model.graph.flows_back(layer)
     uses = model.uses[layer.name]
     name, rows = signature(layer, flows, uses), extents(layer, layout, cells, local_batch_norm=local)
-    both = rooflines(layer, layout, flows, model.kind_of_device(kind).processor, model.options.dtype)
+    both = rooflines(layer, layout, flows, model.devices.each_kind[kind].processor, model.options.dtype)
     predicted = model.node_cost(layer, tuple(configs)).of_kind(kind)
     statistics = iter(shared_statistics(layer, layout, local_batch_norm=local))
     columns = [
@@ -100,7 +100,7 @@ def _bytes(layer: Layer, row: Extents, stages: int) -> float:
 def _updates(model: CostModel, layer: Layer, configs: Sequence[Config], kind: int) -> list[CellTask]:
     layout, some = model.largest_of_kind(layer, model.layout(layer, configs), kind)
     optimizer = model.options.optimizer
-    work = update_roofline(layer, layout, model.kind_of_device(kind).processor, optimizer)
+    work = update_roofline(layer, layout, model.devices.each_kind[kind].processor, optimizer)
     predicted = model.node_cost(layer, tuple(configs)).of_kind(kind).update
     tasks: dict[Extents, CellTask] = {}
     for i, row in enumerate(sizes(layer, largest_cell(layer, layout))):

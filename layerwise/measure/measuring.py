@@ -51,10 +51,6 @@ class Measuring:
     def __post_init__(self) -> None:
         self.ranks = self.ranks or tuple(range(self.comm.size))
 
-    def measure(self, cells: Sequence[CellTask], after: Callable[[int], None] = lambda _: None) -> None:
-        """Measures, in order, what fits before the deadline, as `measure` does for several."""
-        measure([(self, cells)], after)
-
     def turn(self, mine: deque[tuple[int, CellTask]]) -> list[tuple[int, Outcome]]:
         """Measures this rank's cells for about `TURN_S`; returns their outcomes, by number."""
         began, outcomes = time.monotonic(), list[tuple[int, Outcome]]()
@@ -104,7 +100,9 @@ class Measuring:
         self._saved_at = time.monotonic()
 
 
-def measure(kinds: Sequence[tuple[Measuring, Sequence[CellTask]]], after: Callable[[int], None]) -> None:
+def measure(
+    kinds: Sequence[tuple[Measuring, Sequence[CellTask]]], after: Callable[[int], None] = lambda _: None
+) -> None:
     """Measures cells of all kinds of devices at once, in order, as far as fits before the deadline.
 
     Each rank takes every n-th cell of its kind, so that it measures beside the load that all others make.

@@ -99,7 +99,7 @@ def are_gathers(edge: Edge, *, roughly: bool = False) -> Mask:
 
 def _fit(edge: Edge, i: Ints, j: Ints, devices: Ints) -> Mask:
     """A mask of the pairs that are all-gathers as far as these devices show: each owns its share of what it needs."""
-    own, need = _owned(edge, devices), _boxes(edge.maps, edge.dims, edge.needers, devices)
+    own, need = boxes_on(edge.held, edge.owners, devices), _boxes(edge.maps, edge.dims, edge.needers, devices)
     has, needs = edge.owners.numbers(devices) >= 0, edge.needers.numbers(devices) >= 0
     of, wanted = _members(edge, devices), (need[1] - need[0]).prod(-1)
     gathers = needs & (of > 1) & (wanted > 0) & (wanted % of == 0)
@@ -233,23 +233,22 @@ def needers(edge: Edge) -> Ints:
     return np.where(edge.needers.active, number, -1)
 
 
-def _owned(edge: Edge, devices: Ints | None = None) -> tuple[Ints, Ints]:
-    """(C_u, N, J) bounds of what each device owns; see `_boxes`."""
-    maps = tuple(identity(held.extent, j) for j, held in enumerate(edge.held))
-    return _boxes(maps, edge.held, edge.owners, devices)
-
-
 def cells_on(dims: Sequence[Dim], cells: LayoutCells, devices: Ints) -> Floats:
     """(C, W) elements of the cells of these devices."""
-    dims = dims if len(dims) == cells.cuts.shape[1] else (Dim(None, 1), *dims)  # of a scalar
-    lo, hi = _boxes(tuple(identity(d.extent, i) for i, d in enumerate(dims)), dims, cells, devices)
+    lo, hi = boxes_on(dims, cells, devices)
     volume: Floats = (hi - lo).astype(np.float64).prod(-1)
     return np.where(cells.numbers(devices) >= 0, volume, 0.0)
 
 
-def _boxes(maps: Maps, dims: Sequence[Dim], cells: LayoutCells, devices: Ints | None = None) -> tuple[Ints, Ints]:
-    """lo, hi (C, N, J) of what `maps` make of the cell of each device, or of some; empty where it has none."""
-    numbers, index = cells.cuts, cells.index if devices is None else cells.at(devices)
+def boxes_on(dims: Sequence[Dim], cells: LayoutCells, devices: Ints) -> tuple[Ints, Ints]:
+    """lo, hi (C, W, D) of the cells of these devices; empty where a device has none."""
+    dims = dims if len(dims) == cells.cuts.shape[1] else (Dim(None, 1), *dims)  # of a scalar
+    return _boxes(tuple(identity(d.extent, i) for i, d in enumerate(dims)), dims, cells, devices)
+
+
+def _boxes(maps: Maps, dims: Sequence[Dim], cells: LayoutCells, devices: Ints) -> tuple[Ints, Ints]:
+    """lo, hi (C, W, J) of what `maps` make of the cells of these devices; empty where a device has none."""
+    numbers, index = cells.cuts, cells.at(devices)
     shape = (*index.shape[:2], len(maps))
     lo, hi = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     for j, axis in enumerate(maps):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,14 +13,6 @@ from layerwise.partition.layout import LayoutCells
 from layerwise.partition.place import Each, Place
 
 Group = tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Reduction:
-    """The reduce-scatter of partial sums over k."""
-
-    cell: Box  # box of the output of which all members have partial sums
-    owned: tuple[tuple[int, Box], ...]  # (device, the device's box of it)
 
 
 def sharing(boxes: Each, device: int, over: Sequence[int] = ()) -> Group:
@@ -58,15 +49,3 @@ def statistics(layer: Layer, place: Place, device: int, *, local_batch_norm: boo
         group = () if summed is None else sharing(place.at(stage.epilogue).each, device, summed.over)
         groups.append(group if len(group) > 1 else ())
     return tuple(groups)
-
-
-def reduction(layer: Layer, place: Place, device: int) -> Reduction | None:
-    """A device's reduction over k, and its group; None if k is not split."""
-    cell, outputs = place.computed.each[device], len(layer.out.shape)
-    assert cell is not None
-    ks = range(outputs, len(layer.space.dims))
-    if all(cell.lo[k] == 0 and cell.hi[k] == layer.space.dims[k].extent for k in ks):
-        return None
-    members = sharing(place.computed.each, device, ks)
-    owned = tuple((r, box) for r in members if (box := place.owned.each[r]) is not None)
-    return Reduction(Box(cell.lo[:outputs], cell.hi[:outputs]), owned)

@@ -97,10 +97,11 @@ class Transfer:
     group: Group = ()  # if it runs as a collective
 
 
-def transfer(owned: Each, need: Each, device: int, *, everywhere: bool = False) -> Transfer:
+def transfer(owned: Each, need: Each, device: int, *, everywhere: bool = False, by_messages: bool = False) -> Transfer:
     """A device's part of a transfer between the boxes that the devices own and those that they need.
 
-    `everywhere`: all devices own the full tensor, and each uses its own copy.
+    `everywhere`: all devices own the full tensor, and each uses its own copy. `by_messages`: no collective is prepared
+    for it.
     """
     mine, wanted = owned[device], need[device]
     kept = _overlap(mine, wanted)
@@ -110,7 +111,7 @@ def transfer(owned: Each, need: Each, device: int, *, everywhere: bool = False) 
     others = [r for r in range(len(owned)) if r != device]
     sends = tuple((q, box) for q in others if (box := _overlap(mine, need[q])) is not None)
     receives = tuple((p, box) for p in others if (box := _overlap(owned[p], wanted)) is not None)
-    pattern, group = _pattern(owned, need, device)
+    pattern, group = ("messages", ()) if by_messages else _pattern(owned, need, device)
     return Transfer(mine, wanted, kept, sends, receives, pattern, group)
 
 

@@ -37,16 +37,6 @@ class Boxes:
         cuts = tuple(np.array([0, extent], np.int64) for extent in shape)
         return Boxes(np.zeros_like(hi), hi, np.ones(devices, np.bool_), cuts)
 
-    @staticmethod
-    def grid(dims: Sequence[Dim], numbers: Ints, index: Ints, active: Mask) -> Boxes:
-        """The cells `index`, (N, D), of the grid that these cuts, (D,), make of `dims`."""
-        cuts = tuple(boundaries(d.extent, int(number), d.unit) for d, number in zip(dims, numbers, strict=True))
-        clipped, none = np.maximum(index, 0), np.zeros((len(active), 0), np.int64)
-        lo, hi = (
-            np.stack([c[clipped[:, i] + more] for i, c in enumerate(cuts)], axis=1) if cuts else none for more in (0, 1)
-        )
-        return Boxes(np.where(active[:, None], lo, 0), np.where(active[:, None], hi, 0), active, cuts)
-
     @cached_property
     def each(self) -> Each:
         """The boxes one by one, by device."""
@@ -160,8 +150,13 @@ def place_in(space: Space, config: Config, devices: int, *, everywhere: bool = F
 
 
 def _boxes(cells: LayoutCells, dims: Sequence[Dim], skip: int) -> Boxes:
-    """skip: 1 for a scalar, which layouts count as one dimension."""
-    return Boxes.grid(dims, cells.cuts[0, skip:], cells.index[0, :, skip:], cells.active[0])
+    """The cells of the first configuration. skip: 1 for a scalar, which layouts count as one dimension."""
+    index, active, numbers = cells.index[0, :, skip:], cells.active[0], cells.cuts[0, skip:].tolist()
+    cuts = tuple(boundaries(d.extent, number, d.unit) for d, number in zip(dims, numbers, strict=True))
+    lo, hi = np.zeros((2, len(active), len(dims)), np.int64)
+    for i, ends in enumerate(cuts):
+        lo[active, i], hi[active, i] = ends[index[active, i]], ends[index[active, i] + 1]
+    return Boxes(lo, hi, active, cuts)
 
 
 def data_parallel(layer: Layer, devices: int, weights: tuple[int, ...] = ()) -> Config:

@@ -39,9 +39,7 @@ PREDICTED: Mapping[TrafficKind, str] = {  # the names that a plan has for kinds 
 
 
 class Run:
-    """A model's run on this rank: its plan, its state and its passes. The model holds it; it refers to the model
-    weakly.
-    """
+    """A model's run on this rank: its plan, its state and its passes. It refers weakly to the model, which holds it."""
 
     _state: State | ModelState
     arguments: Arguments  # the signature by which the model is called
@@ -251,9 +249,7 @@ class Run:
         return self._state.shards()
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Returns the full model's state dict, on every rank, on the CPU. It loads into the original model with
-        strict=True.
-        """
+        """Returns the full model's state dict, on every rank, on the CPU: the original model takes it."""
         return self._state.full_state_dict()
 
     @torch.no_grad()

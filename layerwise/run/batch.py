@@ -96,18 +96,16 @@ class Batch:
                 f"the ranks fed samples of different shapes, {' and '.join(shapes)}: pad every sample of a batch to "
                 "the same shape"
             )
-        if len(set(values)) > 1 and self._plan.io != "sample":
+        free = self._plan.io != "sample"
+        if len(set(values)) > 1:
             raise LayerwiseError(
                 "the ranks feed different values, but each must feed the same full inputs: draw or load them alike on "
                 "every rank, or broadcast those of rank 0 (torch.distributed.broadcast)"
+                if free
+                else "an input that all samples share, such as the texts of classes, has different values on some "
+                "ranks: pass the full input to every rank. If it has a row for each sample, the model compares samples "
+                "with each other, which layerwise does not support"
             )
-        if len(set(values)) > 1:
-            raise LayerwiseError(
-                "an input that all samples share, such as the texts of classes, has different values on some ranks: "
-                "pass the full input to every rank. If it has a row for each sample, the model compares samples with "
-                "each other, which layerwise does not support"
-            )
-        free = self._plan.io != "sample"
         fed = counts[0] if free else sum(counts)
         total = given[0] or fed
         any_will_do = total == fed and not self._as_planned

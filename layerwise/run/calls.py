@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import Any, NoReturn, cast
 from zlib import crc32
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.importers.load import Network
@@ -24,20 +25,15 @@ from layerwise.ops.base import Role
 from layerwise.partition.moved import transfer
 from layerwise.partition.place import Each
 from layerwise.plan import Plan
+from layerwise.run.base import Run
 from layerwise.run.batch import Batch
 from layerwise.run.inputs import Inputs
 from layerwise.run.schedule.redistribute import Redistribution
-from layerwise.run.schedule.schedule import parameter_boxes, places
+from layerwise.run.schedule.schedule import Schedule, parameter_boxes, places
 from layerwise.run.shapes import Shaped
 
-if TYPE_CHECKING:
-    from layerwise.comm.base import Comm
-    from layerwise.run.base import Run
-    from layerwise.run.schedule.schedule import Schedule
-
-
 # Of samples and a network: this rank's schedule, and what makes its boxes of outputs of its boxes of inputs.
-Evaluation = Callable[[int, Shaped], "tuple[Schedule, Callable[[Sequence[Tensor]], Any]]"]
+Evaluation = Callable[[int, Shaped], tuple[Schedule, Callable[[Sequence[Tensor]], Any]]]
 
 
 class BoxedState(Tensor):
@@ -174,9 +170,7 @@ def _read(comm: Comm, device: torch.device, x: Any, needed: Each, name: str) -> 
 
 
 def _moved(comm: Comm, x: Tensor, owned: Each, needed: Each, what: str) -> Tensor:
-    part = transfer(owned, needed, comm.rank)
-    if part.pattern != "local":  # no collective is prepared for it
-        part = replace(part, pattern="messages", group=())
+    part = transfer(owned, needed, comm.rank, by_messages=True)
     own, need = owned[comm.rank], needed[comm.rank]
     made = Redistribution(part, comm, what, "io").begin(None if own is None else x, x).finish()
     return x.new_empty(need.shape if need is not None else (0,)) if made is None else made

@@ -11,7 +11,7 @@ from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.importers.load import Network
-from layerwise.importers.torch.calls.recipes import Recipe
+from layerwise.importers.torch.calls.recipes import stored
 from layerwise.ops.base import Role
 from layerwise.plan import Plan
 from layerwise.run.options import RuntimeOptions
@@ -84,9 +84,7 @@ class Inputs:
         return names
 
     def fed(self, schedule: Schedule, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Returns each layer's box on the device, constants included. Raises LayerwiseError for a
-        wrong shape or type.
-        """
+        """Returns each layer's box on the device, constants too. Raises LayerwiseError for a wrong shape or type."""
         fed = {
             layer.name: self._checked(schedule, layer.name, x) for layer, x in zip(self._layers, inputs, strict=True)
         }
@@ -100,11 +98,12 @@ class Inputs:
         assert box is not None
         key = name, spec.shape, box
         if key not in self._boxes:
-            if isinstance(value, Tensor):
-                alike = value if tuple(value.shape) == spec.shape else _repeated(name, value, spec.shape)
-                part = alike[box.slices()]
-            else:
-                part = _rows(name, value, spec.shape).box(box)
+            recipe = stored(value, value.numel()) if isinstance(value, Tensor) else value
+            if (rows := recipe.with_rows(spec.shape)) is None:
+                raise LayerwiseError(
+                    f"constant {name!r} of shape {recipe.shape} cannot grow to {spec.shape}: its rows differ"
+                )
+            part = rows.make(box) if isinstance(value, Tensor) else rows.box(box)
             dtype = schedule.options.element_type(spec.dtype, schedule.graph)
             part = part.to(self.options.device, dtype)
             alone = part.untyped_storage().nbytes() == part.nbytes  # else a view, which would hold all of it
@@ -132,21 +131,3 @@ def _constant(network: Network, name: str) -> Tensor:
     if value is None or (isinstance(value, Tensor) and value.is_meta):
         raise LayerwiseError(f"constant {name!r} has no value, as the model is on the meta device: build it elsewhere")
     return value.detach().clone() if isinstance(value, Tensor) else torch.tensor(value)
-
-
-def _repeated(name: str, value: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Returns a constant with a row a sample, for another batch size. Raises LayerwiseError if its rows differ."""
-    if value.dim() != len(shape) or not bool((value == value[:1]).all()):
-        raise _differs(name, tuple(value.shape), shape)
-    return value[:1].expand(shape)
-
-
-def _rows(name: str, value: Recipe, shape: tuple[int, ...]) -> Recipe:
-    """Returns the recipe of a constant with a row a sample. Raises LayerwiseError as `_repeated` does."""
-    if (rows := value.with_rows(shape)) is None:
-        raise _differs(name, value.shape, shape)
-    return rows
-
-
-def _differs(name: str, shape: tuple[int, ...], wanted: tuple[int, ...]) -> LayerwiseError:
-    return LayerwiseError(f"constant {name!r} of shape {shape} cannot grow to {wanted}: its rows differ")

@@ -52,7 +52,7 @@ def load(
 ) -> ParallelModule:
     """Returns this rank's part of a planned network. All ranks must call it with the same arguments.
 
-        module = layerwise.run.load.load("plan.json", model, example_inputs=(x,))
+        module = layerwise.run.load("plan.json", model, example_inputs=(x,))
 
     Args:
         plan: A plan, or the path of its file.

@@ -50,9 +50,7 @@ def returned(
 
 
 def _has_no_gradient(graph: LayerGraph, layer: Layer) -> bool:
-    """Returns whether no tensor that the model returns from this layer has a gradient: it is
-    detached, or a constant.
-    """
+    """True if nothing that the model returns from this layer has a gradient: it is detached, or a constant."""
     sources = {graph[source].role for source in layer.inputs}
     return layer.stages[-1].op.detaches or (sources == {Role.CONSTANT} and not [*layer.own_parameters()])
 

@@ -152,19 +152,13 @@ class Shapes:
         local = samples_of(call)
         shapes = tuple(x.shape for x in pytree.tree_leaves(call) if isinstance(x, Tensor))
         samples = _samples(self._skeleton, shapes)
-        device = next((p.device for p in self._skeleton.parameters()), torch.device("cpu"))
 
         def example(x: Tensor) -> Tensor:
             shape = (samples, *x.shape[1:]) if x.shape[:1] == (local,) else x.shape
-            return torch.zeros((), dtype=x.dtype, device=device).expand(shape)
+            return self._zeros(shape, x.dtype)
 
-        positional, by_name = pytree.tree_map_only(Tensor, example, call)
         try:
-            self._skeleton.train(False)
-            plan, together = self.plan, self._together
-            network = network_of(self._skeleton, positional, plan.batch, plan.model, by_name, together=together)
-            check_traced(network.graph)
-            graph = self.plan.layers(network.graph)
+            network, graph = self._trace(pytree.tree_map_only(Tensor, example, call), training=False)
             plan = self._extended(graph, self.first.graph, network, self.sizes, training=False)
         except LayerwiseError as error:
             names = ", ".join(self.arguments.leaves)
@@ -229,34 +223,38 @@ class Shapes:
             raise LayerwiseError(self._unlike(sizes, training, "the number of dimensions must be the same"))
         if self._skeleton is None:
             raise LayerwiseError(self._unlike(sizes, training, "the model's code is not available for another trace"))
-        samples, pairs = _samples(self._skeleton, sizes), zip(self._layers, sizes, strict=True)
-        # its own device, which may be meta
-        device = next((p.device for p in self._skeleton.parameters()), torch.device("cpu"))
-        tensors = {layer.name: _example(layer, size, samples, device) for layer, size in pairs}
-        examples, named = self.arguments.call(tensors, samples)
+        samples, tensors = _samples(self._skeleton, sizes), dict[str, Tensor]()
+        for layer, size in zip(self._layers, sizes, strict=True):
+            shape = (samples, *size) if layer.out.index("n") == 0 else size
+            tensors[layer.name] = self._zeros(shape, getattr(torch, layer.out.dtype))
         try:
-            self._skeleton.train(training)
             boxes = "no rank holds a whole sample" if self.plan.io == "boxes" else None
             with left_unproven(boxes):
-                network = network_of(
-                    self._skeleton,
-                    examples,
-                    self.plan.batch,
-                    self.plan.model,
-                    named,
-                    trusted=same_mode,
-                    shared=self._shared,
-                    together=self._together,
-                )
+                call = self.arguments.call(tensors, samples)
+                network, graph = self._trace(call, training=training, trusted=same_mode, shared=self._shared)
             why = network.inputs_without_gradient or self._inputs_without_gradient
             network = replace(network, inputs_without_gradient=why)
-            check_traced(network.graph)
-            graph = self.plan.layers(network.graph)
             inputs = Inputs(network, self.plan, self.comm, self.options)
         except LayerwiseError as error:
             raise LayerwiseError(self._unlike(sizes, training, str(error))) from None
         plan = self._extended(graph, planned, network, sizes, training=training)
         return Shaped(graph, inputs, network.structure, plan, sizes, network)
+
+    def _trace(self, call: Call, *, training: bool, **how: Any) -> tuple[Network, LayerGraph]:
+        """Returns the network that a call gives, and its graph as the plan fuses it."""
+        assert self._skeleton is not None
+        self._skeleton.train(training)
+        plan, (positional, named) = self.plan, call
+        together = self._together
+        network = network_of(self._skeleton, positional, plan.batch, plan.model, named, together=together, **how)
+        check_traced(network.graph)
+        return network, plan.layers(network.graph)
+
+    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Returns an example on the model's own device, which may be meta, in the memory of one element."""
+        assert self._skeleton is not None
+        device = next((p.device for p in self._skeleton.parameters()), torch.device("cpu"))
+        return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
     def _extended(
         self, graph: LayerGraph, planned: LayerGraph, network: Network, sizes: Sizes, *, training: bool
@@ -317,9 +315,3 @@ def _samples(module: nn.Module, sizes: Sizes) -> int:
     shapes = (x.shape for x in (*module.parameters(), *module.buffers()))
     extents = {extent for shape in (*sizes, *shapes) for extent in shape}
     return next((n for n in (11, 13, 17, 19, 23, 29, 31, 37) if not any(extent % n == 0 for extent in extents)), 41)
-
-
-def _example(layer: Layer, size: tuple[int, ...], samples: int, device: torch.device) -> Tensor:
-    shape = (samples, *size) if layer.out.index("n") == 0 else size
-    number = torch.zeros((), dtype=getattr(torch, layer.out.dtype), device=device)
-    return number.expand(shape)  # expanded: a full volume would not fit on a rank

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerwise.config import Config
-from layerwise.cost.collectives import bucket_s, group_shape, sync_rate
+from layerwise.cost.collectives import bucket_rate, bucket_s, group_shape
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import complete, price
 from layerwise.cost.terms import gradients_of
@@ -118,7 +118,7 @@ def test_data_parallelism_is_no_slower_than_its_additive_price(
         if sizes[-1] >= (FIRST_BUCKET_BYTES if len(sizes) == 1 else BUCKET_BYTES):
             sizes.append(0.0)
         sizes[-1] += 4 * width * depth
-    rate = sync_rate(group, graph, "all-reduce")
+    rate = bucket_rate(group, graph, "all-reduce")
     extra = sum(max(0.0, bucket_s(size, group, graph, "all-reduce") - size * rate) for size in sizes)
     found, additive = timeline(model, strategy), price(model, strategy).step_time_s
     assert found.total_s <= (additive + extra) * (1 + 1e-9)
@@ -143,15 +143,6 @@ def test_two_layers_of_data_parallelism_by_hand(slow: float) -> None:
     assert found.backward_s == pytest.approx(second.backward[0] + first.backward[0])
     assert found.exposed_sync_s == pytest.approx(end - computed)
     assert (sent < computed) == (slow == 10_000)  # long computation hides all but the last bucket
-
-
-def test_small_gradients_share_a_bucket() -> None:
-    network = linear(64, 30, 40, 35)
-    model = CostModel(network, brute.machine((4,)))
-    strategy = {f"linear{i}": Config.of({"n": 4}) for i in range(2)}
-    group = group_shape(np.zeros(4, np.int64), model.devices)
-    together = bucket_s(4 * (30 * 40 + 40 * 35), group, model.devices, "all-reduce")
-    assert timeline(model, strategy).exposed_sync_s == pytest.approx(together)
 
 
 def test_layers_that_are_split_otherwise_by_hand() -> None:

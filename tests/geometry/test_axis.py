@@ -62,20 +62,6 @@ def test_windows_are_hulls(extent: int, stride: int, first: int, more: int, over
     assert list(range(*interval(axis, lo, hi))) == within
 
 
-@given(st.integers(1, 8), st.integers(1, 4), st.integers(1, 3), st.integers(0, 3), st.integers(1, 2))
-def test_windows_are_those_of_a_convolution(count: int, kernel: int, stride: int, pad: int, dilation: int) -> None:
-    reach = (kernel - 1) * dilation
-    extent = max((count - 1) * stride + reach + 1 - 2 * pad, 1)
-    axis = window(count, extent, 0, stride=stride, first=-pad, last=reach - pad)
-    for x in range(count):
-        taps = [t for k in range(kernel) if 0 <= (t := x * stride - pad + k * dilation) < extent]
-        start, stop = interval(axis, x, x + 1)
-        if dilation == 1:
-            assert list(range(start, stop)) == taps
-        else:  # the window without its outermost taps that fall into the padding
-            assert set(taps) <= set(range(start, stop))
-
-
 @given(EXTENTS, EXTENTS, EXTENTS, EXTENTS, st.data())
 def test_composition(a: int, b: int, c: int, d: int, data: st.DataObject) -> None:
     """`then` is the function of the function, and it does not matter how three are grouped."""
@@ -87,14 +73,6 @@ def test_composition(a: int, b: int, c: int, d: int, data: st.DataObject) -> Non
     assert interval(both, lo, hi) == interval(second, *interval(first, lo, hi))
     assert interval(both.then(third), lo, hi) == interval(first.then(second.then(third)), lo, hi)
     assert interval(both.then(third), lo, hi) == interval(third, *interval(second, *interval(first, lo, hi)))
-
-
-@given(EXTENTS, EXTENTS, st.data())
-def test_identities_are_neutral(out: int, extent: int, data: st.DataObject) -> None:
-    axis = data.draw(maps(out, extent))
-    lo, hi = data.draw(parts(out))
-    assert interval(identity(out, 0).then(axis), lo, hi) == interval(axis, lo, hi)
-    assert interval(axis.then(identity(extent, 0)), lo, hi) == interval(axis, lo, hi)
 
 
 def test_composition_keeps_the_source() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from layerwise.geometry import (
     AxisMap,
@@ -76,14 +77,6 @@ def test_cells_tile_the_tensor(grid: Grid) -> None:
     for box in grid:
         assert box.volume > 0
         assert all(b % u == 0 for ends in (box.lo, box.hi) for b, u in zip(ends, grid.units, strict=True))
-
-
-@given(grids(extent=9))
-def test_iteration_is_bounds(grid: Grid) -> None:
-    lo, hi = grid.bounds()
-    assert lo.shape == hi.shape == (len(grid), len(grid.shape))
-    assert [tuple(row) for row in lo.tolist()] == [box.lo for box in grid]
-    assert [tuple(row) for row in hi.tolist()] == [box.hi for box in grid]
 
 
 @given(grids(rank=(1, 3)))
@@ -219,11 +212,16 @@ def hull(needs: Positions, lo: int, hi: int, extent: int) -> list[int]:
     return list(range(max(min(read), 0), min(max(read) + 1, extent))) if read else []
 
 
+def corners(grid: Grid) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """lo and hi of every cell."""
+    return np.array([box.lo for box in grid]), np.array([box.hi for box in grid])
+
+
 @examples(200)
 @given(transfers())
 def test_transfers_are_the_elements_counted(case: tuple[Grid, Grid, tuple[AxisMap, ...], list[Positions]]) -> None:
     producer, consumer, maps, needs = case
-    lo, hi = consumer.bounds()
+    lo, hi = corners(consumer)
     dims = [m(lo[:, i], hi[:, i]) for i, m in enumerate(maps)]
     needed = [Box(*(tuple(int(ends[side][cell]) for ends in dims) for side in (0, 1))) for cell in range(len(consumer))]
 
@@ -231,7 +229,7 @@ def test_transfers_are_the_elements_counted(case: tuple[Grid, Grid, tuple[AxisMa
     by_boxes = np.array([[(need & own).volume for own in producer] for need in needed])
 
     # Vectorised: a product over dimensions.
-    own_lo, own_hi = producer.bounds()
+    own_lo, own_hi = corners(producer)
     volumes = np.ones_like(by_boxes)
     for i, (a, b) in enumerate(dims):
         volumes *= interval_overlap(a[:, None], b[:, None], own_lo[None, :, i], own_hi[None, :, i])

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from layerwise.errors import LayerwiseError
 from layerwise.machine import Curve, DeviceGraph, LinkLevel, Links, Overlap, Profile, load, reserved_bytes, save
-from layerwise.machine.curves import trimmed
 
 V100 = load("v100")
 
@@ -148,11 +147,7 @@ def test_a_dtype_that_the_device_lacks() -> None:
 def test_a_gpu_has_some_bytes_reserved_and_a_cpu_none(profile: str, share: float) -> None:
     devices = load(profile).device_graph(2)
     assert devices.processor.memory_bytes - devices.usable_bytes == share
-
-
-def test_at_most_a_tenth_is_reserved() -> None:
-    assert reserved_bytes(4e9, "cuda") == 0.4e9
-    assert reserved_bytes(4e9, "cpu") == 0
+    assert reserved_bytes(4e9, devices.device_type) == (0.4e9 if share else 0)  # at most a tenth
 
 
 CURVE = Curve("all_reduce", (1, 2), 1, ((1000.0, 1e-3), (3000.0, 2e-3), (4000.0, 4e-3)))
@@ -209,12 +204,6 @@ def test_further_messages_cost_more_the_more_bytes_they_have(tmp_path: Path) -> 
     links = load(tmp_path / "x.json").links
     assert links is not None
     assert links.curves[2].ports_seconds(np.array([1.0, 2.0]), np.array([3.0, 2.0])) == pytest.approx([1.6e-6, 2.3e-6])
-
-
-def test_trimmed() -> None:
-    assert trimmed((2, 1, 1)) == (2,)
-    assert trimmed((1, 1)) == ()
-    assert trimmed((1, 3)) == (1, 3)
 
 
 def test_a_profile_keeps_its_links(tmp_path: Path) -> None:

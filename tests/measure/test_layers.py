@@ -18,7 +18,7 @@ from layerwise.machine.layer_times import CellTime, Conditions, LayerTimes, Work
 from layerwise.measure import measuring as layers
 from layerwise.measure.bench import Mode, UpdateSpec
 from layerwise.measure.cells import CellTask
-from layerwise.measure.measuring import Measuring
+from layerwise.measure.measuring import Measuring, measure
 from layerwise.measure.timing import Stopwatch
 from layerwise.plan import load_plan
 from tests.comm.thread import run_threads
@@ -58,21 +58,21 @@ def test_in_order_and_within_the_budget(machine: Machine) -> None:
     """4 samples of 1 s fit into what is left of 30 s: after 4 cells of 7 s, 2 s are left."""
     measuring = Measuring(START, MODE, lambda _: None, 30.0, SoloComm())
     seen: list[int] = []
-    measuring.measure([cell(i) for i in (5, 3, 1, 2, 4, 9)], seen.append)
+    measure([(measuring, [cell(i) for i in (5, 3, 1, 2, 4, 9)])], seen.append)
     assert machine.ran == [5, 3, 1, 2]
     assert seen[-1] == 6
     assert measuring.taken == 4
     assert machine.now == 28
-    measuring.measure([cell(4), cell(9, predicted_s=0.1)])  # what is small still fits
+    measure([(measuring, [cell(4), cell(9, predicted_s=0.1)])])  # what is small still fits
     assert machine.ran == [5, 3, 1, 2, 9]
     assert [c.extents for c in measuring.left([cell(4), cell(5), cell(6, predicted_s=2.0), cell(9)])] == [(6,), (4,)]
 
 
 def test_what_was_measured_before_is_not_measured_again(machine: Machine) -> None:
     kept: list[LayerTimes] = []
-    Measuring(START, MODE, kept.append, 100.0, SoloComm()).measure([cell(1), cell(2)])
+    measure([(Measuring(START, MODE, kept.append, 100.0, SoloComm()), [cell(1), cell(2)])])
     again = Measuring(kept[-1], MODE, kept.append, 100.0, SoloComm())
-    again.measure([cell(i) for i in (1, 2, 3)])
+    measure([(again, [cell(i) for i in (1, 2, 3)])])
     assert machine.ran == [1, 2, 3]
     assert again.taken == 1
     assert set(kept[-1].cells["conv"]) == {(1,), (2,), (3,)}
@@ -82,13 +82,13 @@ def test_an_interrupt_keeps_what_there_is(machine: Machine) -> None:
     machine.fails[3] = KeyboardInterrupt()
     kept: list[LayerTimes] = []
     with pytest.raises(KeyboardInterrupt):
-        Measuring(START, MODE, kept.append, 100.0, SoloComm()).measure([cell(i) for i in (1, 2, 3, 4)])
+        measure([(Measuring(START, MODE, kept.append, 100.0, SoloComm()), [cell(i) for i in (1, 2, 3, 4)])])
     assert set(kept[-1].cells["conv"]) == {(1,), (2,)}
 
 
 def test_it_is_written_now_and_then(machine: Machine) -> None:
     kept: list[LayerTimes] = []
-    Measuring(START, MODE, kept.append, 100.0, SoloComm()).measure([cell(i) for i in (1, 2)])
+    measure([(Measuring(START, MODE, kept.append, 100.0, SoloComm()), [cell(i) for i in (1, 2)])])
     assert [one.count for one in kept] == [1, 2, 2]  # each took more than SAVE_S, and once at the end
 
 
@@ -103,7 +103,7 @@ def test_it_is_written_now_and_then(machine: Machine) -> None:
 def test_a_cell_that_cannot_be_run_is_left_out(machine: Machine, error: BaseException, said: str) -> None:
     machine.fails[1] = error
     measuring = Measuring(START, MODE, lambda _: None, 100.0, SoloComm())
-    measuring.measure([cell(1), cell(2)])
+    measure([(measuring, [cell(1), cell(2)])])
     assert machine.ran == [2]
     assert measuring.failed == {("conv", (1,)): said}
     assert measuring.left([cell(1), cell(2), cell(3)]) == [cell(3)]
@@ -116,7 +116,7 @@ def test_more_than_there_is_of_memory_is_not_tried() -> None:
 
 def test_an_update_is_without_what_any_step_costs(machine: Machine) -> None:
     measuring = Measuring(START, MODE, lambda _: None, 100.0, SoloComm(), call_s=1.5)
-    measuring.measure([cell(1), cell(4)])
+    measure([(measuring, [cell(1), cell(4)])])
     assert [t.forward_s for t in measuring.times.cells["conv"].values()] == [0.0, 2.5]
 
 
@@ -209,7 +209,7 @@ def test_kinds_are_measured_at_once_each_by_its_own_ranks(monkeypatch: pytest.Mo
     def rank(comm: Comm) -> list[dict[int, float]]:
         threads[threading.get_ident()] = comm.rank
         kinds = [Measuring(START, MODE, lambda _: None, inf, comm, ranks=ranks) for ranks in ((0, 2), (1,))]
-        layers.measure([(kinds[0], [cell(i) for i in range(4)]), (kinds[1], [cell(i) for i in (1, 7)])], lambda _: None)
+        measure([(kinds[0], [cell(i) for i in range(4)]), (kinds[1], [cell(i) for i in (1, 7)])])
         return [{i: t.forward_s for (i,), t in kind.times.cells["conv"].items()} for kind in kinds]
 
     assert run_threads(4, rank) == [[{0: 0.0, 1: 2.0, 2: 0.0, 3: 2.0}, {1: 1.0, 7: 1.0}]] * 4

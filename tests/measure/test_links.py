@@ -223,10 +223,6 @@ def test_the_switch_point_is_found(switch: int | None) -> None:
     assert [size for size, _ in knots(points)] == [SIZES[0], *(SIZES[i] for i in (switch,) if i), SIZES[-1]]
 
 
-def test_two_points_may_be_anything() -> None:
-    assert knots([(1.0, 2.0), (4.0, 1.0)]) == ((1.0, 2.0), (4.0, 2.0))
-
-
 topologies = st.builds(Topology, st.integers(1, 6), st.integers(1, 6)).filter(lambda where: where.size > 1)
 
 

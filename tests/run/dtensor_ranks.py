@@ -171,36 +171,46 @@ def whole(model: Model) -> dict[str, Tensor]:
     return model.full_state_dict() if isinstance(model, ParallelModule) else model.state_dict()
 
 
-def trained(comm: Comm, cuts: Cuts, optimizer: str, action: str) -> tuple[list[float | None], dict[str, Tensor]]:
+Numbers = tuple[list[float | None], dict[str, Tensor]]  # norms by step, and the state in the end
+
+
+def trained(comm: Comm, cuts: Cuts, cases: list[tuple[str, str]]) -> list[Numbers]:
+    """By optimizer and what the loop does with gradients."""
+    told = []
+    for optimizer, action in cases:
+        model = made(comm, cuts)
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+        told.append((steps(model, OPTIMIZERS[optimizer](model.parameters()), action), whole(model)))
+    return told
+
+
+def by_hand(comm: Comm, cuts: Cuts) -> None:
+    """What a loop's own tools do with split parameters, or are told."""
     model = made(comm, cuts)
-    assert all(isinstance(p, DTensor) for p in model.parameters())
-    seen = steps(model, OPTIMIZERS[optimizer](model.parameters()), action)
-    return seen, whole(model)
+    weight, before = model.state_dict()["first.weight"], model.full_state_dict()
+    with pytest.raises(RuntimeError):
+        weight.untyped_storage().data_ptr()
+    with pytest.raises(LayerwiseError, match=r"accelerator\.save\(model\.full_state_dict\(\), file\)"):
+        weight.storage().data_ptr()
+    with pytest.raises(LayerwiseError, match="a collective outside layerwise, or DistributedDataParallel around a mod"):
+        dist.all_reduce(model.get_parameter("first.weight").detach())
+    with torch.no_grad():
+        for p in model.parameters():  # as `vector_to_parameters` writes them
+            p.data = p.data * 0.5
+            with pytest.raises(LayerwiseError, match="changes the shape or type of a parameter"):
+                p.data = p.data.float()
+    after = model.full_state_dict()
+    assert all(torch.equal(after[name], before[name] * 0.5) for name, _ in model.named_parameters())
+    # a DTensor of the user's own is left to PyTorch
+    mine = distribute_tensor(torch.arange(8.0), init_device_mesh("cpu", (comm.size,)), [Shard(0)])
+    torch.manual_seed(comm.rank)
+    drawn = torch.rand_like(mine).to_local()
+    torch.manual_seed(comm.rank)
+    assert torch.equal(drawn, torch.rand(8 // comm.size))
+    assert mine.full_tensor().sum().item() == 28.0
 
 
-def storage_refusal(comm: Comm, cuts: Cuts) -> str:
-    """What safetensors and Accelerate, which know shared memory by its address, are told."""
-    weight = made(comm, cuts).state_dict()["first.weight"]
-    try:
-        return str(weight.untyped_storage().data_ptr())
-    except Exception:  # as they have it
-        pass
-    try:
-        return str(weight.storage().data_ptr())
-    except LayerwiseError as error:
-        return str(error)
-
-
-def sent_by_hand(comm: Comm, cuts: Cuts) -> str:
-    """What a loop is told that sums split parameters over the ranks itself."""
-    try:
-        dist.all_reduce(made(comm, cuts).get_parameter("first.weight").detach())
-    except LayerwiseError as error:
-        return str(error)
-    return ""
-
-
-def scaled(comm: Comm | None, cuts: Cuts, bad: int) -> tuple[list[float], dict[str, Tensor]]:
+def scaled(comm: Comm | None, cuts: Cuts, bad: int) -> Numbers:
     """With GradScaler; in one step a gradient is infinite, of which rank `bad` has a part."""
     model = made(comm, cuts) if comm is not None else net_again()
     optimizer, scaler, scales = torch.optim.SGD(model.parameters(), 0.05), torch.amp.GradScaler("cpu", 1024.0), []
@@ -409,19 +419,6 @@ class CollectivesMode(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def replaced(comm: Comm, cuts: Cuts) -> None:
-    """p.data = x, as `vector_to_parameters` writes it."""
-    model = made(comm, cuts)
-    before = model.full_state_dict()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.data = p.data * 0.5
-            with pytest.raises(LayerwiseError, match="changes the shape or type of a parameter"):
-                p.data = p.data.float()
-    after = model.full_state_dict()
-    assert all(torch.equal(after[name], before[name] * 0.5) for name, _ in model.named_parameters())
-
-
 def moved(comm: Comm, cuts: Cuts) -> None:
     """`to` keeps the parameters that an optimizer has; a part of them frozen; thawed."""
     model = made(comm, cuts)
@@ -443,13 +440,3 @@ def moved(comm: Comm, cuts: Cuts) -> None:
     frozen.requires_grad_()
     steps(model, torch.optim.SGD(model.parameters(), 0.05), "nothing", 3, 4)
     assert not torch.equal(kept, frozen.full_tensor())
-
-
-def others(comm: Comm, cuts: Cuts) -> bool:
-    """Whether a DTensor of the user's own, beside a plan's, is left to PyTorch."""
-    made(comm, cuts)
-    mine = distribute_tensor(torch.arange(8.0), init_device_mesh("cpu", (comm.size,)), [Shard(0)])
-    torch.manual_seed(comm.rank)
-    drawn = torch.rand_like(mine).to_local()
-    torch.manual_seed(comm.rank)
-    return torch.equal(drawn, torch.rand(8 // comm.size)) and mine.full_tensor().sum().item() == 28.0

@@ -40,7 +40,7 @@ def on_ranks(
     network: Network, act: Callable[[ParallelModule], object], ranks: int, plan: Plan | None = None
 ) -> list[Any]:
     found = plan or plan_of(network, ranks)
-    return run_threads(ranks, lambda comm: act(load(found, network, comm=comm, dtype=torch.float64)), timeout_s=20)
+    return run_threads(ranks, lambda comm: act(load(found, network, comm=comm, dtype=torch.float64)), timeout_s=60)
 
 
 def refused(

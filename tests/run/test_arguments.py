@@ -7,11 +7,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import layerwise
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import network_of
 from layerwise.run.load import load
+from tests.api.keywords import quiet
 from tests.comm.thread import run_threads
 from tests.run.plans import difference, random_plan
 
@@ -125,8 +127,6 @@ class OfADictAndMore(OfADict):
 @pytest.mark.parametrize("kind", [OfADict, OfADictAndMore])
 @pytest.mark.parametrize("strategy", ["data", {"body": {"c": 2}}])
 def test_a_model_of_one_dict(strategy: Any, kind: type[OfADict]) -> None:
-    import layerwise
-
     x, y = torch.randn(2, 4, 4).double()
     model = kind().double()
     wanted = model({"x": x, "y": y})["loss"].item()
@@ -134,9 +134,7 @@ def test_a_model_of_one_dict(strategy: Any, kind: type[OfADict]) -> None:
     def called(comm: Comm) -> float:
         own = copy.deepcopy(model)
         batch = {"y": y[:2], "x": x[:2]}
-        module = layerwise.parallelize(
-            own, batch, strategy=strategy, options=layerwise.ParallelOptions(comm=comm, measure_s=0, verbose=False)
-        )
+        module = layerwise.parallelize(own, batch, strategy=strategy, **quiet(comm))
         loss = module({name: value[module.share()] for name, value in {"x": x, "y": y}.items()})["loss"]
         loss.backward()
         return float(loss.detach())
@@ -144,102 +142,57 @@ def test_a_model_of_one_dict(strategy: Any, kind: type[OfADict]) -> None:
     assert sum(run_threads(2, called)) / 2 == pytest.approx(wanted, rel=1e-9)
 
 
-class Filled(nn.Module):
-    """Has a default that equals nothing, itself included."""
+class Options(nn.Module):
+    """Its arguments: one equals nothing, itself included, and a list keeps what the next frame needs, as Wan's does."""
 
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Linear(4, 4)
 
-    def forward(self, x: Tensor, fill: float = float("nan"), times: int = 1) -> Tensor:
-        made: Tensor = self.body(x) * times
-        return made if fill != fill else made + fill
-
-
-@pytest.mark.parametrize("example", [{}, {"fill": float("nan")}, {"fill": 2.0}])
-def test_numbers_among_the_arguments_are_those_of_the_example(example: dict[str, float]) -> None:
-    import layerwise
-
-    model, x = Filled(), torch.randn(2, 4)
-
-    def called(comm: Comm) -> Tensor:
-        own, batch = copy.deepcopy(model), {"x": x[comm.rank : comm.rank + 1], **example}
-        module = layerwise.parallelize(
-            own,
-            batch,
-            strategy={"body": {"c": 2}},
-            options=layerwise.ParallelOptions(comm=comm, measure_s=0, verbose=False),
-        )
-        with pytest.raises(LayerwiseError, match="'fill'"):
-            module(**batch | {"fill": 7.0})
-        with pytest.raises(LayerwiseError, match="'times' is not among them"):
-            module(**batch, times=True)
-        made: Tensor = module(**batch).detach()
-        return made
-
-    torch.testing.assert_close(torch.cat(run_threads(2, called)), model(x, **example).detach())  # one row, other kernel
-
-
-class Decoder(nn.Module):
-    """As those of Wan and Qwen: it keeps what the next frame needs in a list that it is called with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, cache: Any = None, first: bool = False) -> Tensor:
-        made: Tensor = self.body(x)
+    def forward(
+        self,
+        x: Tensor,
+        labels: Tensor | None = None,
+        fill: float = float("nan"),
+        scale: float = 1.0,
+        cache: Any = None,
+        first: bool = False,
+    ) -> Tensor:
+        made: Tensor = self.body(x) * scale
         if cache is not None:
             made = made + sum(cache)
             cache.append(made.detach())
-        return made[:, :2] if first else made
-
-
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        ({"cache": []}, "'cache' is not among them"),
-        ({"cache": [1.0]}, "'cache\\[0\\]' is not among them"),
-        ({"first": True}, "'first' is not among them"),
-    ],
-)
-def test_evaluation_with_an_argument_that_the_plan_does_not_know(more: dict[str, Any], said: str) -> None:
-    import layerwise
-
-    x = torch.randn(2, 4)
-
-    def called(comm: Comm) -> None:
-        options = layerwise.ParallelOptions(comm=comm, measure_s=0, verbose=False)
-        model = layerwise.parallelize(Decoder().eval(), x, strategy={"body": {"c": 2}}, inference=True, options=options)
-        with torch.no_grad(), pytest.raises(LayerwiseError, match=said):
-            model(x, **more)
-        assert model(x).shape == (2, 4)
-
-    run_threads(2, called)
-
-
-class Switched(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, labels: Tensor | None = None, scale: float = 1.0) -> Tensor:
-        made: Tensor = self.body(x) * scale
+        made = made if fill != fill else made + fill
+        made = made[:, :2] if first else made
         return made if labels is None else made - labels
 
 
-def test_evaluation_without_labels_and_with_another_number() -> None:
-    import layerwise
+OTHERS: list[tuple[dict[str, Any], str]] = [
+    ({"fill": 7.0}, "'fill'"),
+    ({"scale": 3.0}, "'scale'"),
+    ({"cache": []}, "'cache' is not among them"),
+    ({"cache": [1.0]}, r"'cache\[0\]' is not among them"),
+    ({"first": True}, "'first' is not among them"),
+]
 
-    x, labels = torch.randn(2, 4), torch.randn(2, 4)
 
-    def called(comm: Comm) -> None:
-        options = layerwise.ParallelOptions(comm=comm, measure_s=0, verbose=False)
-        example = {"x": x, "labels": labels, "scale": 2.0}
-        model = layerwise.parallelize(Switched(), example, strategy={"body": {"c": 2}}, options=options).eval()
+@pytest.mark.parametrize("example", [{}, {"fill": float("nan")}, {"fill": 2.0, "scale": 2.0}])
+def test_other_arguments_are_those_of_the_example(example: dict[str, float]) -> None:
+    """In evaluation labels may be left out."""
+    model, x, labels = Options(), torch.randn(2, 4), torch.randn(2, 4)
+
+    def called(comm: Comm) -> tuple[Tensor, Tensor]:
+        own, mine = copy.deepcopy(model), slice(comm.rank, comm.rank + 1)
+        batch = {"x": x[mine], "labels": labels[mine], **example}
+        module = layerwise.parallelize(own, batch, strategy={"body": {"c": 2}}, **quiet(comm))
+        for training in (True, False):
+            for more, said in OTHERS:
+                with pytest.raises(LayerwiseError, match=said):
+                    module.train(training)(**batch | more)
+        made: Tensor = module.train()(**batch).detach()
         with torch.no_grad():
-            assert model(x, scale=2.0).shape == (2, 4)
-            with pytest.raises(LayerwiseError, match=r"called with 3.0, but was made parallel for 2.0 \('scale'\)"):
-                model(x, scale=3.0)
+            return made, module.eval()(x[mine], **example)
 
-    run_threads(2, called)
+    labelled, plain = (torch.cat(each) for each in zip(*run_threads(2, called), strict=True))
+    torch.testing.assert_close(labelled, model(x, labels, **example).detach())  # one row, other kernel
+    torch.testing.assert_close(plain, model(x, **example).detach())

@@ -1,21 +1,12 @@
 """torch.autocast around the call gives what it gives one device: values, gradients, and the types of all tensors."""
 
-import copy
-from dataclasses import replace
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 import layerwise
-from layerwise.comm.base import Comm
-from layerwise.graph.fuse import fuse
-from layerwise.importers.load import network_of
-from layerwise.run.load import load
-from tests.comm.thread import run_threads
-from tests.run.autocasting import BF16, F16, F32, Made, Model, apart, both, check
-from tests.run.plans import random_plan
+from tests.run.autocasting import BF16, F16, F32, Made, Model, both, check
 
 
 def attention(m: Model, y: Tensor, x: Tensor) -> Tensor:
@@ -83,66 +74,3 @@ def test_each_call_as_it_is_called() -> None:
                 found, wanted = made(x), plain(x)
             assert found.dtype == wanted.dtype == (dtype or F32)
             torch.testing.assert_close(found, wanted, rtol=0, atol=0)
-
-
-def test_grad_scaler() -> None:
-    """float16 with GradScaler on a data plan: steps that overflow are left out on all ranks alike."""
-    model, plain, x = both(CASES["two layers"])
-
-    def trained(module: nn.Module, x: Tensor) -> tuple[float, dict[str, Tensor]]:
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        for _ in range(20):
-            with torch.autocast("cpu", F16):
-                loss = module(x).float().square().mean()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-        return scaler.get_scale(), {name: p.detach().clone() for name, p in module.named_parameters()}
-
-    def run(comm: Comm) -> tuple[float, dict[str, Tensor]]:
-        made = layerwise.parallelize(
-            copy.deepcopy(model),
-            x[:2],
-            strategy="data",
-            options=layerwise.ParallelOptions(measure_s=0, comm=comm, verbose=False),
-        )
-        return trained(made, x[made.share()])
-
-    scale, wanted = trained(plain, x)
-    assert scale < 2.0**30
-    for found_scale, found in run_threads(2, run):
-        assert found_scale == scale
-        assert all(apart(found[name], wanted[name]) < 0.01 for name in found)
-
-
-def test_autocast_that_a_model_turns_off_for_a_part() -> None:
-    """Values and the types of gradients are PyTorch's, with autocast around and without."""
-
-    def last(m: Model, y: Tensor, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", enabled=False):
-            y = torch.relu(m.second(y.float()))
-        return y @ y.transpose(-1, -2)  # in 16 bits again
-
-    model, plain, x = both(last)
-    network = replace(network_of(model, (x,), 4, "test", trusted=True), module=None)
-    layers = fuse(network.graph)
-    made = load(random_plan(layers, 1, 0, "sample"), network)
-    for dtype in (None, BF16, None):
-        with torch.autocast("cpu", dtype or BF16, enabled=dtype is not None):
-            wanted, found = plain(x), made(x)
-        assert found.dtype == wanted.dtype == (torch.float32 if dtype is None else BF16)
-        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
-
-    def run(comm: Comm) -> Tensor:
-        split = load(random_plan(layers, 2, 3, "sample"), network, comm=comm)
-        with torch.autocast("cpu", BF16):
-            out: Tensor = split(x[split.share()])
-        return out.detach()
-
-    with torch.autocast("cpu", BF16):
-        wanted = plain(x).detach()
-    together = torch.cat(run_threads(2, run))
-    assert together.dtype == BF16
-    assert apart(together.float(), wanted.float()) < 0.02

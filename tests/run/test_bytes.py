@@ -1,5 +1,6 @@
 """Bytes predicted are bytes sent, where a run computes in the element types that the plan counts in."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -21,7 +22,6 @@ from tests.comm.thread import run_threads
 from tests.run.plans import optimised_plan, priced, random_plan
 
 KINDS = tuple(PREDICTED)
-TYPES: dict[str, dict[str, Any]] = {"float32": {}, "bf16": {"autocast": torch.bfloat16}}
 AGAIN = {"checkpoint_activations": True}
 
 
@@ -90,26 +90,31 @@ def made(given: Network, ranks: int, seed: int, choose: Callable[..., Config] | 
     return random_plan(fuse(given.graph), ranks, seed, "sample", choose)
 
 
+def of_step(
+    plan: Plan, given: Network, x: Tensor, **options: Any
+) -> tuple[list[dict[str, float | None]], dict[str, int]]:
+    """What each rank predicts of a step's bytes, and what all send in it."""
+
+    def run(comm: Comm) -> tuple[dict[str, float | None], Counter[str]]:
+        module = load(plan, given, comm=comm, **options)
+        before = comm.sent.copy()
+        module(x[module.share()]).float().mean().backward()
+        return module.predicted_bytes(), comm.sent - before
+
+    predicted, sent = zip(*run_threads(plan.gpus, run), strict=True)
+    return list(predicted), {kind: sum(each[kind] for each in sent) for kind in KINDS}
+
+
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [("words", torch.float32), ("images", torch.float32), ("images", torch.bfloat16), ("words", torch.float64)],
 )
 def test_predicted_are_sent(name: str, dtype: torch.dtype) -> None:
     given = network(name, dtype)
+    x = torch.randint(12, (4, 6)) if name == "words" else torch.randn(4, 4, 6, 6, dtype=dtype)
     for seed in range(2):
-        plan = made(given, 2 + 2 * seed, seed)
-
-        def run(comm: Comm, plan: Plan = plan) -> tuple[dict[str, float | None], dict[str, int]]:
-            module = load(plan, given, comm=comm, dtype=dtype)
-            before = comm.sent.copy()
-            x = torch.randint(12, (4, 6)) if name == "words" else torch.randn(4, 4, 6, 6, dtype=dtype)
-            module(x[module.share()]).float().mean().backward()
-            sent = comm.sent - before
-            return module.predicted_bytes(), {kind: sent[kind] for kind in KINDS}
-
-        ranks = run_threads(plan.gpus, run)
-        total = {kind: sum(sent[kind] for _, sent in ranks) for kind in KINDS}
-        assert all(predicted == total for predicted, _ in ranks)
+        predicted, sent = of_step(made(given, 2 + 2 * seed, seed), given, x, dtype=dtype)
+        assert all(told == sent for told in predicted)
 
 
 @pytest.mark.parametrize("options", [{"dtype": torch.float64}, {"autocast": torch.bfloat16}, AGAIN])
@@ -173,14 +178,6 @@ def test_plans_of_mixed_precision_say_what_is_sent() -> None:
     assert plan.provenance["mixed_precision"] == {"autocast": "bfloat16", "device": "cpu"}
     assert plan.predicted["transfer_bytes"] > 0
 
-    def run(comm: Comm, types: str) -> tuple[dict[str, float | None], dict[str, int]]:
-        module = load(plan, given, comm=comm, **TYPES[types])
-        before = comm.sent.copy()
-        module(torch.randn(4, 4, 6, 6)[module.share()]).float().mean().backward()
-        sent = comm.sent - before
-        return module.predicted_bytes(), {kind: sent[kind] for kind in KINDS}
-
-    for types in ("bf16", "float32"):
-        ranks = run_threads(4, lambda comm, types=types: run(comm, types))
-        total = {kind: sum(sent[kind] for _, sent in ranks) for kind in KINDS}
-        assert all(predicted == (total if types == "bf16" else dict.fromkeys(KINDS)) for predicted, _ in ranks)
+    for options in ({"autocast": torch.bfloat16}, {}):
+        predicted, sent = of_step(plan, given, torch.randn(4, 4, 6, 6), **options)
+        assert all(told == (sent if options else dict.fromkeys(KINDS)) for told in predicted)

@@ -48,13 +48,6 @@ def test_two_ranks_compute_what_one_does(kind: str) -> None:
     same_as_one_device(kind, QUICK)
 
 
-def test_one_device_computes_what_it_does_uncompiled() -> None:
-    found = compile_ranks.trained(SoloComm(), "layers", QUICK)
-    assert found.keys() == single().keys()
-    for name, value in single().items():
-        assert difference(found[name], value) <= 1e-9, name
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["data", "layers"])
 def test_inductor(kind: str) -> None:
@@ -94,11 +87,12 @@ class Counted:
         return graph.forward
 
 
-def test_one_device_compiles_the_model_as_one_graph() -> None:
+@pytest.mark.parametrize("layers", [True, False])
+def test_one_device_compiles_the_model_as_one_graph(layers: bool) -> None:
     """Dropouts are in it: their seeds are no constants, a further step compiles nothing."""
     torch.manual_seed(0)
-    backend = Counted()
-    model = layerwise.parallelize(Net().double(), IMAGES[0], compile={"backend": backend})
+    compile: Any = {"backend": (backend := Counted())}
+    model = layers_of(compile) if layers else layerwise.parallelize(Net().double(), IMAGES[0], compile=compile)
     first, again = model(IMAGES[0]), model(IMAGES[0])
     assert backend.graphs == 1
     assert difference(first, again) > 1e-3  # other draws
@@ -129,18 +123,6 @@ def test_compile_in_place(layers: bool) -> None:
     model.compile(backend=backend)
     assert torch.equal(model(x), before)
     assert backend.graphs == 1
-
-
-def test_recomputation_and_compile() -> None:
-    """Recomputed layers are run as they are, and the others compiled."""
-    network, outputs = layered(compile_ranks.network()), []
-    for compile in (False, QUICK):
-        how: Any = {"dtype": torch.float64, "compile": compile, "checkpoint_activations": True}
-        model = load(plan_of(network, 1, {}), network, **how)
-        out = model(IMAGES[0])
-        out.square().sum().backward()
-        outputs.append([out.detach(), *(p.grad for p in model.parameters())])
-    assert all(difference(a, b) <= 1e-12 for a, b in zip(*outputs, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -189,10 +171,10 @@ def test_a_compiled_model_is_not_split() -> None:
 # ---------------------------------------------------------------------------------------------------- segments
 
 
-def layers_of(compile: Any, dtype: torch.dtype = torch.float64) -> Any:
+def layers_of(compile: Any, dtype: torch.dtype = torch.float64, **how: Any) -> Any:
     """Layer by layer, on one device."""
     network = layered(compile_ranks.network(dtype))
-    return load(plan_of(network, 1, {}), network, dtype=dtype, compile=compile)
+    return load(plan_of(network, 1, {}), network, dtype=dtype, compile=compile, **how)
 
 
 @pytest.mark.parametrize("kind", ["layers", "rows", "filters", "eager"])
@@ -201,7 +183,7 @@ def test_a_segment_has_all_that_does_not_communicate(kind: str) -> None:
 
     def rank(module: ParallelModule) -> list[list[str]]:
         schedule = module.rank_schedule
-        found = segments(schedule, training=True)
+        found = segments(schedule, QUICK, training=True)
         inside = [scheduled for segment in found for scheduled in segment.layers]
         assert len({s.layer.name for s in inside}) == len(inside)
         for segment in found:
@@ -225,26 +207,18 @@ def test_a_segment_has_all_that_does_not_communicate(kind: str) -> None:
         assert first == second
 
 
-def test_one_device_has_one_segment() -> None:
-    """Its seeds are no constants."""
-    backend = Counted()
-    model = layers_of({"backend": backend})
-    first, again = model(IMAGES[0]), model(IMAGES[0])
-    assert backend.graphs == 1
-    assert difference(first, again) > 1e-3
-
-
-def test_mixed_precision() -> None:
-    """Compiled within autocast, for its types."""
-    outputs = []
+@pytest.mark.parametrize("mixed", [True, False])
+def test_mixed_precision_and_recomputation(mixed: bool) -> None:
+    """Segments are compiled within autocast, for its types; recomputed layers run as they are, between segments."""
+    outputs, dtype = [], torch.float32 if mixed else torch.float64
     for compile in (False, QUICK):
-        model = layers_of(compile, torch.float32)
-        with torch.autocast("cpu", torch.bfloat16):
-            out = model(IMAGES[0].float())
+        model = layers_of(compile, dtype, checkpoint_activations=not mixed)
+        with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+            out = model(IMAGES[0].to(dtype))
         out.square().sum().backward()
-        assert out.dtype == torch.bfloat16
+        assert out.dtype == (torch.bfloat16 if mixed else dtype)
         outputs.append([out.detach(), *(p.grad for p in model.parameters())])
-    assert all(torch.equal(a, b) for a, b in zip(*outputs, strict=True))
+    assert all(torch.equal(a, b) if mixed else difference(a, b) <= 1e-12 for a, b in zip(*outputs, strict=True))
 
 
 def test_a_trace_has_a_span_a_segment() -> None:

@@ -1,7 +1,7 @@
 """Parameters of a split plan are DTensors: PyTorch's own functions give one device's numbers on 2 and 4 ranks."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from tests.run.dtensor_ranks import GATHERED, OPTIMIZERS, PLANS, SHARDED, origin
 from tests.run.plans import difference
 
 HERE, STATES = "tests.run.dtensor_ranks:", "tests.run.dtensor_states:"
-each_plan = pytest.mark.parametrize("name", PLANS)
 SEVERAL = ("mixed", "states", "fewer")  # quick; the others differ in nothing that matters to most tests
 
 
@@ -31,44 +30,40 @@ def close(found: dict[str, Tensor], wanted: dict[str, Tensor], bound: float = 1e
     assert max(difference(found[name], wanted[name]) for name in wanted) <= bound
 
 
-def check(results: list[Any], wanted: tuple[list[float | None], dict[str, Tensor]]) -> None:
+def check(results: Iterable[Any], wanted: tuple[list[float | None], dict[str, Tensor]]) -> None:
     for seen, state in results:
         for here, there in zip(seen, wanted[0], strict=True):
             assert here is there or here == pytest.approx(there, rel=1e-12)
         close(state, wanted[1])
 
 
-def plans_and_actions() -> Iterator[object]:
-    """Every action on one plan, clipping on every plan; slowly, all."""
-    for name in PLANS:
-        for action in ("clip", "clip_as_old_tutorials", "largest", "masked"):  # more of them: tests/loops/gradients.py
-            quick = name == "mixed" or action == "clip"
-            yield pytest.param(name, action, marks=() if quick else pytest.mark.slow)
+ALL = [("sgd", action) for action in ("clip", "clip_as_old_tutorials", "largest", "masked")]  # more: tests/loops
+ALL += [(optimizer, "clip") for optimizer in ("sgd_loop", "adamw", "adamw_fused", "adam", "rprop")]
+# Every action on one plan, every optimizer on another, clipping on every plan; slowly, all.
+QUICK = {
+    "mixed": ALL[:4],
+    "states": [ALL[0], *ALL[4:]],
+    "fewer": [ALL[0], ("adamw", "clip"), ("adamw_fused", "value"), ("sgd", "clip_by_hand")],
+}
 
 
-@pytest.mark.parametrize(("name", "action"), plans_and_actions())
-def test_norms_and_clipping_are_one_devices(name: str, action: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "cases"),
+    [
+        *((name, QUICK.get(name, ALL[:1])) for name in PLANS),
+        *(pytest.param(name, ALL, marks=pytest.mark.slow) for name in PLANS),
+    ],
+)
+def test_optimizers_and_norms_are_one_devices(name: str, cases: list[tuple[str, str]]) -> None:
     ranks, cuts = PLANS[name]
-    check(run_ranks(ranks, f"{HERE}trained", cuts, "sgd", action), single("sgd", action))
+    trained = run_ranks(ranks, f"{HERE}trained", cuts, cases)
+    for case, of_ranks in zip(cases, zip(*trained, strict=True), strict=True):
+        check(of_ranks, single(*case))
 
 
-@pytest.mark.parametrize("name", [pytest.param("mixed", marks=pytest.mark.slow), "states"])
-@pytest.mark.parametrize("optimizer", ["sgd_loop", "adamw", "adamw_fused", "adam", "rprop"])
-def test_optimizers_are_one_devices(name: str, optimizer: str) -> None:
-    ranks, cuts = PLANS[name]
-    check(run_ranks(ranks, f"{HERE}trained", cuts, optimizer, "clip"), single(optimizer, "clip"))
-
-
-def test_saving_a_split_state_dict_by_accelerate_says_what_to_do() -> None:
+def test_what_a_loop_does_with_split_parameters_by_hand() -> None:
     ranks, cuts = PLANS["filters"]
-    instead = "accelerator.save(model.full_state_dict(), file)"
-    assert all(instead in said for said in run_ranks(ranks, f"{HERE}storage_refusal", cuts))
-
-
-def test_a_collective_of_the_loops_own_says_what_to_do() -> None:
-    ranks, cuts = PLANS["filters"]
-    instead = "a collective outside layerwise, or DistributedDataParallel around a module that holds the parallel model"
-    assert all(instead in said for said in run_ranks(ranks, f"{HERE}sent_by_hand", cuts))
+    run_ranks(ranks, f"{HERE}by_hand", cuts)
 
 
 UNEVEN: dtensor_ranks.Cuts = [{"k": 2}, {"c": 2}, {"c": 2}, {}]  # three input channels, and a layer on one rank
@@ -141,20 +136,10 @@ def test_optimizers_gather_nothing_and_clipping_sends_one_number_a_parameter_at_
         assert counts == {"adamw": 0, "loop": 0, "fused": 0, "clipping": 1}
 
 
-def test_other_values_by_data() -> None:
-    run_ranks(2, f"{HERE}replaced", PLANS["filters"][1])
-
-
 @pytest.mark.parametrize("name", ["mixed", "states"])
 def test_to_and_freezing(name: str) -> None:
     ranks, cuts = PLANS[name]
     run_ranks(ranks, f"{HERE}moved", cuts)
-
-
-def test_layers_on_fewer_devices() -> None:
-    """The other ranks have none of their parameters."""
-    for optimizer, action in (("adamw", "clip"), ("adamw_fused", "value"), ("sgd", "clip_by_hand")):
-        check(run_ranks(4, f"{HERE}trained", PLANS["fewer"][1], optimizer, action), single(optimizer, action))
 
 
 def test_what_all_ranks_have_is_written_from_what_some_have() -> None:
@@ -169,7 +154,8 @@ def test_parameters_that_are_not_cut_evenly_are_dtensors() -> None:
     cut: dtensor_ranks.Cuts = [{"c": 3}, {"n": 3}, {"c": 3}, {"n": 3}]
     kept = [one | states for one in ({"n": 3}, {"h": 3}) for states in (SHARDED, GATHERED)]
     for cuts in (cut, kept):
-        check(run_ranks(3, f"{HERE}trained", cuts, "adamw", "clip"), single("adamw", "clip"))
+        trained = run_ranks(3, f"{HERE}trained", cuts, [("adamw", "clip")])
+        check([told for (told,) in trained], single("adamw", "clip"))
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
@@ -216,12 +202,7 @@ def test_dcp_reads_layerwises_checkpoints(tmp_path: Path, optimizer: str) -> Non
     close(model.state_dict(), early, 0.0)
 
 
-@each_plan
+@pytest.mark.parametrize("name", SEVERAL)
 def test_a_whole_state_dict_is_taken(name: str) -> None:
     ranks, cuts = PLANS[name]
     run_ranks(ranks, f"{STATES}given", cuts, single("sgd", "nothing", 1)[1])
-
-
-def test_dtensors_of_the_users_own_are_left_to_pytorch() -> None:
-    ranks, cuts = PLANS["filters"]
-    assert run_ranks(ranks, f"{HERE}others", cuts) == [True] * ranks

@@ -64,20 +64,39 @@ def test_a_weight_penalty_within_no_sync_counts_once(degrees: Mapping[str, int])
 # ------------------------------------------------------------------------------------------- hooks
 
 
-def hooked(register: str, at: str = "0.weight") -> Act:
-    def act(made: ParallelModule) -> None:
-        getattr(made.get_parameter(at), register)(lambda *_: None)
-        step(made)
-
-    return act
+def hooked(made: ParallelModule) -> None:
+    """It would be called before the sum over the ranks."""
+    made.get_parameter("0.weight").register_hook(lambda g: g)
+    step(made)
 
 
-def test_hooks_of_gradients_are_refused() -> None:
-    """They would be called before the sum over the ranks."""
+def hooked_between_the_passes(made: ParallelModule) -> None:
+    out = loss(made(SAMPLES[0][made.share()]))
+    for p in made.parameters():
+        p.register_hook(lambda g: g)
+    out.backward()
+
+
+def hooked_and_penalised(made: ParallelModule) -> None:
+    """The hook would be called twice, with a part of the gradient each time."""
+    p = made.get_parameter("0.weight")
+    p.register_post_accumulate_grad_hook(lambda _: None)
+    (loss(made(SAMPLES[0][made.share()])) + p.square().sum()).backward()
+
+
+EARLY = "parameter '0.weight' has a hook, which would not be called with its full gradient"
+HOOKS: list[tuple[Act, Mapping[str, int], str]] = [
+    (hooked, CUT, EARLY),
+    (hooked, {"n": 2}, EARLY),
+    (hooked_between_the_passes, {"n": 2}, EARLY),
+    (hooked_and_penalised, {"n": 2}, "The hook would be called twice"),
+]
+
+
+@pytest.mark.parametrize(("act", "degrees", "message"), HOOKS)
+def test_hooks_of_gradients_are_refused(act: Act, degrees: Mapping[str, int], message: str) -> None:
     _, network = mlp()
-    for degrees in (CUT, {"n": 2}):
-        for text in refused(network, hooked("register_hook"), 2, plan_of(network, 2, degrees)):
-            assert text.startswith("parameter '0.weight' has a hook, which would not be called with its full gradient")
+    assert all(message in text for text in refused(network, act, 2, plan_of(network, 2, degrees)))
 
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
@@ -87,32 +106,6 @@ def test_hooks_of_parameters_on_one_device(register: str) -> None:
     step(made)
     loss(module(SAMPLES[0])).backward()
     assert difference(seen[0], module[0].weight.grad) <= 1e-12
-
-
-def test_a_hook_that_comes_between_the_passes_is_refused() -> None:
-    _, network = mlp()
-
-    def act(made: ParallelModule) -> None:
-        out = loss(made(SAMPLES[0][made.share()]))
-        for p in made.parameters():
-            p.register_hook(lambda g: g)
-        out.backward()
-
-    for text in refused(network, act):
-        assert "has a hook" in text
-
-
-def test_a_hook_and_a_weight_penalty_are_refused() -> None:
-    """The hook would be called twice, with a part of the gradient each time."""
-    _, network = mlp()
-
-    def act(made: ParallelModule) -> None:
-        p = made.get_parameter("0.weight")
-        p.register_post_accumulate_grad_hook(lambda _: None)
-        (loss(made(SAMPLES[0][made.share()])) + p.square().sum()).backward()
-
-    for text in refused(network, act):
-        assert "The hook would be called twice" in text
 
 
 class Recorder(nn.Module):
@@ -183,13 +176,3 @@ def test_checkpoint_around_the_module_is_refused_at_once(reentrant: bool) -> Non
     for degrees in (CUT, {"n": 2}):
         for text in refused(network, act, 2, plan_of(network, 2, degrees)):
             assert text.startswith("torch.utils.checkpoint around the parallel model is not supported")
-
-
-def test_values_may_be_loaded_before_the_first_step() -> None:
-    _, network = mlp()
-
-    def given(made: ParallelModule) -> None:
-        made.load_state_dict({name: value * 2 for name, value in made.full_state_dict().items()})
-        step(made)
-
-    on_ranks(network, given, 2, plan_of(network, 2, CUT))

@@ -2,6 +2,8 @@
 
 import copy
 import random
+from collections import Counter
+from collections.abc import Mapping
 from functools import cache
 
 import pytest
@@ -16,8 +18,10 @@ from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import Network, network_of
 from layerwise.machine import load as load_profile
+from layerwise.plan import Plan
 from layerwise.run.base import PREDICTED
 from layerwise.run.load import load
+from tests.api.keywords import quiet
 from tests.comm.thread import run_threads
 from tests.run.plans import difference, random_plan
 from tests.run.test_bytes import Frames, Images, Words
@@ -37,6 +41,27 @@ def trained(name: str) -> tuple[nn.Module, Tensor, Network]:
     return model, x, network_of(copy.deepcopy(model), (x[:2],), 4, name)
 
 
+def check(
+    model: nn.Module, network: Network, plan: Plan, x: Tensor, predicted: Mapping[str, float] | None = None
+) -> None:
+    """Outputs of all ranks' samples are one device's, and bytes are those predicted."""
+
+    def run(comm: Comm) -> tuple[slice, Tensor, Counter[str]]:
+        module = load(plan, network, comm=comm, dtype=torch.float64).eval()
+        before = comm.sent.copy()
+        with torch.inference_mode():
+            out = module(x[module.share()])
+        return module.share(), out.clone(), comm.sent - before
+
+    found = run_threads(plan.gpus, run)
+    with torch.no_grad():
+        expected = copy.deepcopy(model).eval()(x)
+    assert all(difference(out, expected[share]) <= 1e-9 for share, out, _ in found)
+    if predicted is not None:
+        sent = {kind: sum(here[kind] for *_, here in found) for kind in PREDICTED}
+        assert sent == {kind: pytest.approx(predicted[told.removesuffix("_bytes")]) for kind, told in PREDICTED.items()}
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", ["words", "images", "frames"])
 def test_outputs_and_bytes(name: str, seed: int) -> None:
@@ -48,19 +73,7 @@ def test_outputs_and_bytes(name: str, seed: int) -> None:
     inference = CostModel(graph, machine, CostOptions(dtype="float64", kind="inference"))
     predicted = price(inference, complete(inference, plan.strategy)).bytes
 
-    def run(comm: Comm) -> tuple[Tensor, dict[str, int]]:
-        module = load(plan, network, comm=comm, dtype=torch.float64).eval()
-        before = comm.sent.copy()
-        with torch.inference_mode():
-            out = module(x[module.share()])
-        return out.clone(), dict(comm.sent - before)
-
-    found = run_threads(ranks, run)
-    with torch.no_grad():
-        expected = copy.deepcopy(model).eval()(x)
-    assert difference(torch.cat([out for out, _ in found]), expected) <= 1e-9
-    sent = {kind: sum(here.get(kind, 0) for _, here in found) for kind in PREDICTED}
-    assert sent == {kind: pytest.approx(predicted[told.removesuffix("_bytes")]) for kind, told in PREDICTED.items()}
+    check(model, network, plan, x, predicted)
 
 
 @pytest.mark.parametrize("strategy", [None, {"0": {"h": 2}, "4": {"k": 2}}])
@@ -75,8 +88,8 @@ def test_parallelize(strategy: object) -> None:
     expected = copy.deepcopy(model).eval()(x).detach()
 
     def run(comm: Comm) -> tuple[Tensor, bool, str]:
-        options = layerwise.ParallelOptions(comm=comm, measure_s=0, verbose=False)
-        made = layerwise.parallelize(copy.deepcopy(model), x[:2], strategy=strategy, inference=True, options=options)
+        how = quiet(comm, strategy=strategy, inference=True)
+        made = layerwise.parallelize(copy.deepcopy(model), x[:2], **how)
         told = made.plan.provenance["cost_options"]["kind"]
         with torch.inference_mode():
             out = made(x[made.share()])
@@ -92,10 +105,7 @@ def test_what_trains_is_told_from_what_answers() -> None:
 
     def run(comm: Comm) -> str:
         with pytest.raises(LayerwiseError) as caught:
-            layerwise.parallelize(
-                nn.Linear(4, 4), torch.randn(2, 4), inference=comm.rank == 0,
-                options=layerwise.ParallelOptions(comm=comm, measure_s=0, verbose=False),
-            )  # fmt: skip
+            layerwise.parallelize(nn.Linear(4, 4), torch.randn(2, 4), **quiet(comm, inference=comm.rank == 0))
         return str(caught.value)
 
     assert all("differ in inference" in message for message in run_threads(2, run))

@@ -55,6 +55,12 @@ def nested(m: Model, y: Tensor, x: Tensor) -> Tensor:
         return m.fc(torch.cat([y + z, x], 1))
 
 
+def off(m: Model, y: Tensor, x: Tensor) -> Tensor:
+    with region(None):
+        y = torch.relu(m.second(y.float()))
+    return y @ y.transpose(-1, -2)  # in 16 bits again
+
+
 def twice(m: Model, y: Tensor, x: Tensor) -> Tensor:
     def body(y: Tensor) -> Tensor:
         return m.group_norm(m.second(y))
@@ -107,10 +113,11 @@ def test_regions_of_a_model(case: str) -> None:
     check(models, without(models[0], models[2]), dtype, seeds=1)
 
 
-def test_regions_within_autocast() -> None:
-    """Of another type: what is cast around is not used inside."""
-    models = both(nested)
-    check(models, without(models[0], models[2]), BF16, around=F16, seeds=1)
+@pytest.mark.parametrize(("last", "around"), [(nested, F16), (off, BF16)])
+def test_regions_within_autocast(last: Made, around: torch.dtype) -> None:
+    """Of another type, or off: what is cast around is not used inside."""
+    models = both(last)
+    check(models, without(models[0], models[2]), BF16, around=around, seeds=1)
 
 
 def test_regions_of_no_other_device_count() -> None:

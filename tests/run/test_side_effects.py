@@ -1,6 +1,7 @@
 """What training leaves in a model's buffers, also by what is computed and not returned."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -124,52 +125,57 @@ def test_a_buffer_that_the_model_writes_is_refused(way: str) -> None:
         from_torch(Average(way), torch.zeros(8, 4))
 
 
-@pytest.mark.parametrize("out", [False, True])
-def test_a_parameter_that_the_model_writes_is_an_effect(out: bool) -> None:
-    class Shrunk(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.no_grad():
-                torch.mul(self.weight, 0.5, out=self.weight) if out else self.weight.mul_(0.5)
-            return super().forward(x)
+class Computed(nn.Linear):
+    """What a function makes of it and of its inputs."""
 
-    (effect,) = from_torch(Shrunk(4, 6), torch.zeros(8, 4)).unseen
+    def __init__(self, function: Callable[[nn.Linear, Tensor], Tensor | None]) -> None:
+        super().__init__(4, 4)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.function(self, x)
+        return super().forward(x) if made is None else super().forward(x) * made
+
+
+def shrink(m: nn.Linear, x: Tensor) -> None:
+    m.weight.data.mul_(0.5)
+
+
+def shrink_with_out(m: nn.Linear, x: Tensor) -> None:
+    with torch.no_grad():
+        torch.mul(m.weight, 0.5, out=m.weight)
+
+
+@pytest.mark.parametrize("function", [shrink, shrink_with_out])
+def test_a_parameter_that_the_model_writes_is_an_effect(function: Callable[[nn.Linear, Tensor], None]) -> None:
+    (effect,) = from_torch(Computed(function), torch.zeros(8, 4)).unseen
     assert effect.startswith("writes into its parameter 'weight'")
 
 
 def test_a_parameter_that_samples_are_written_into_is_refused() -> None:
-    class Centred(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            self.bias.data.copy_(x.mean(0))
-            return super().forward(x)
-
     with pytest.raises(LayerwiseError, match="writes into its parameter 'bias'"):
-        from_torch(Centred(4, 4), torch.zeros(8, 4))
+        from_torch(Computed(lambda m, x: m.bias.data.copy_(x.mean(0))), torch.zeros(4, 4))
 
 
-def test_a_copy_of_a_parameter_may_be_written() -> None:
-    class Scaled(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) * self.bias.to(torch.float64).clamp_(max=0.5).to(x.dtype)
-
-    from_torch(Scaled(4, 6), torch.zeros(8, 4))
+def made_here(m: nn.Linear, x: Tensor) -> Tensor:
+    weights = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    weights[2] = 7
+    return weights.add_(1)
 
 
-def test_a_view_of_what_is_written_with_out_shows_it() -> None:
-    class Viewed(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            made = torch.zeros_like(x)
-            view = made[:, :2]
-            torch.mul(x, 2, out=made)
-            return x + view.sum(1, keepdim=True)
-
-    assert network_of(Viewed(), (torch.randn(8, 4),), None, "viewed").unproven is None
+def view_of_written(m: nn.Linear, x: Tensor) -> Tensor:
+    """Written with `out=`, which the view shows."""
+    made = torch.zeros_like(x)
+    view = made[:, :2]
+    torch.mul(x, 2, out=made)
+    return view.sum(1, keepdim=True)
 
 
-def test_a_tensor_made_in_the_forward_pass_may_be_written() -> None:
-    class Made(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            weights = torch.tensor([1.0, 2.0, 3.0, 4.0])
-            weights[2] = 7
-            return x * weights.add_(1)
+def copy_of_a_parameter(m: nn.Linear, x: Tensor) -> Tensor:
+    return m.bias.to(torch.float64).clamp_(max=0.5).to(x.dtype)
 
-    from_torch(Made(), torch.zeros(8, 4))
+
+@pytest.mark.parametrize("function", [made_here, view_of_written, copy_of_a_parameter])
+def test_what_may_be_written(function: Callable[[nn.Linear, Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    assert network_of(Computed(function), (torch.randn(8, 4),), None, "written").unproven is None

@@ -19,8 +19,6 @@ from layerwise.graph.fuse import fuse
 from layerwise.importers.load import Network, network_of
 from layerwise.partition.sharding import may_shard
 from layerwise.plan import Plan, parse_strategy
-from layerwise.run.execute.buckets import GradientBucket
-from layerwise.run.execute.gathers import ParameterGather
 from layerwise.run.load import load
 from layerwise.run.local_tensor import local_tensor
 from layerwise.run.parallel import ParallelModule, of
@@ -263,49 +261,6 @@ def test_a_part_of_parameters_states_and_gradients_is_held() -> None:
             tied = 8 * (6 * 6 + 6)  # used twice: there as long as any layer may need it
             assert leaves == (tied if states == "gathered" else parameters - 2 * alone - 8)
     assert whole == 4 * (parameters - alone)
-
-
-BREAKAGES: dict[str, tuple[type, str, Callable[..., Any]]] = {}
-
-
-def breaks(owner: type, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Registers what is put in a method's place; it is given the method first."""
-
-    def register(broken: Callable[..., Any]) -> Callable[..., Any]:
-        BREAKAGES[broken.__name__] = owner, name, broken
-        return broken
-
-    return register
-
-
-@breaks(ParameterGather, "finish")
-def values_of_the_step_before(finish: Callable[[ParameterGather], None], self: ParameterGather) -> None:
-    before = {name: leaf.detach().clone() for name, leaf in self.working.items()} if self._versions else None
-    finish(self)
-    for name, leaf in self.working.items() if before is not None else ():
-        leaf.data.copy_(before[name])
-
-
-@breaks(GradientBucket, "put")
-def gradients_that_are_twice_too_large(
-    put: Callable[..., None], self: GradientBucket, name: str, gradient: Tensor, scale: float
-) -> None:
-    put(self, name, gradient, 2 * scale)
-
-
-@breaks(GradientBucket, "summed")
-def gradients_that_are_permuted(summed: Callable[..., Tensor], self: GradientBucket, name: str, rank: int) -> Tensor:
-    return summed(self, name, rank).flip(-1)
-
-
-@pytest.mark.parametrize("name", BREAKAGES)
-def test_what_is_wrong_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So the tests above can fail."""
-    owner, method, broken = BREAKAGES[name]
-    right = getattr(owner, method)
-    monkeypatch.setattr(owner, method, lambda *args: broken(right, *args))
-    with pytest.raises(AssertionError):
-        equal("sharded", accumulated, (2,))
 
 
 @pytest.mark.slow  # a network where groups of ranks differ from layer to layer

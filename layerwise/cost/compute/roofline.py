@@ -9,12 +9,12 @@ quarter of the time.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
 from functools import reduce
+from typing import NamedTuple
 
 import numpy as np
 
-from layerwise.geometry.arrays import Floats, Mask
+from layerwise.geometry.arrays import Floats, Ints, Mask
 from layerwise.graph.layer import Layer
 from layerwise.machine import Processor
 from layerwise.ops.base import Role
@@ -28,8 +28,7 @@ UPDATED = {"sgd": 3, "momentum": 8, "adam": 18}
 OPTIMIZERS = {"sgd": 0, "momentum": 1, "adam": 2}  # state tensors, each as large as the parameters
 
 
-@dataclass(frozen=True, slots=True)
-class ComputeTime:
+class ComputeTime(NamedTuple):
     """Seconds of each configuration, arrays of shape (C,)."""
 
     forward: Floats
@@ -46,14 +45,20 @@ class ComputeTime:
     def slowest(kinds: Sequence[ComputeTime]) -> ComputeTime:
         """The time of the slowest kind of devices, by configuration."""
         which = np.argmax([kind.total for kind in kinds], axis=0)
-        rows = np.arange(len(which))
-        return ComputeTime(*(np.stack([getattr(k, f.name) for k in kinds])[which, rows] for f in fields(ComputeTime)))
+        return ComputeTime(*(np.stack(part)[which, np.arange(len(which))] for part in zip(*kinds, strict=True)))
+
+    @staticmethod
+    def joined(times: Sequence[ComputeTime]) -> ComputeTime:
+        """The times of all configurations, concatenated."""
+        return ComputeTime(*map(np.concatenate, zip(*times, strict=True)))
 
     def where(self, mask: Mask | bool) -> ComputeTime:
         """These times where the mask is True, else 0."""
-        if mask is True:
-            return self
-        return ComputeTime(*(np.where(mask, getattr(self, f.name), 0.0) for f in fields(ComputeTime)))
+        return ComputeTime(*(np.where(mask, part, 0.0) for part in self))
+
+    def on(self, rows: Ints) -> ComputeTime:
+        """The times of these configurations."""
+        return ComputeTime(*(part[rows] for part in self))
 
     def updating(self, share: Floats) -> ComputeTime:
         """The time if only a (C,) fraction of the parameters is updated; also for measured times."""

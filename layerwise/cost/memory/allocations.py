@@ -8,6 +8,7 @@ for some hundred instants at a time, because calls of numpy on small arrays cost
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal, get_args
 
 import numpy as np
@@ -46,15 +47,6 @@ def devices_of(mask: Mask) -> Devices:
 def part(ref: Ref, where: Devices) -> Ref:
     """The part of a tensor on the devices `where`."""
     return tuple([(s, here) for s, devices in ref if (here := devices & where)])
-
-
-@dataclass(frozen=True, slots=True)
-class TransferStorage:
-    """Storages of a transfer that is under way, forward or backward."""
-
-    arrived: Ref  # the destination
-    copies: Ref  # copies of sent parts that were not contiguous
-    gradient: Ref = NOBODY  # backward only: the gradient that is sent
 
 
 class SizeTable:
@@ -156,9 +148,9 @@ class AllocationTracker:
                 s.holders.append(more)
         return held
 
-    def drop(self, ref: Ref) -> None:
-        """Removes a holder."""
-        for s, devices in ref:
+    def drop(self, *refs: Ref) -> None:
+        """Removes a holder of each tensor, one after the other."""
+        for s, devices in chain.from_iterable(refs):
             fewer = devices
             for i in reversed(range(len(s.holders))):
                 gone = s.holders[i] & fewer

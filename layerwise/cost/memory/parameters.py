@@ -143,8 +143,7 @@ class ParameterStorages:
 
     def release(self, instruction: Release) -> None:
         """Frees the parameters that were gathered for a layer, which has computed."""
-        for full in self._full.pop(instruction.layer, {}).values():
-            self.tracker.drop(full)
+        self.tracker.drop(*self._full.pop(instruction.layer, {}).values())
 
     def fill(self, instruction: Fill) -> None:
         """Allocates what sums of sharded gradients leave. Sums of gathered parameters follow one after the other."""
@@ -169,8 +168,7 @@ class ParameterStorages:
         https://pytorch.org/docs/stable/generated/torch.optim.Adam.html). On a CPU it goes through parameters one by
         one: a root and a quotient of each, while the previous one's quotient is still alive.
         """
-        for rows in self._flat.values():
-            self.tracker.drop(rows)
+        self.tracker.drop(*self._flat.values())
         if self.model.options.optimizer != "adam":
             return
         before, on_cpu = np.zeros(self.model.devices.count), self.model.devices.device_type == "cpu"

@@ -7,20 +7,17 @@ import numpy as np
 from layerwise.cost.memory.layer_rows import LayerRows
 from layerwise.geometry import boundaries, degree_of, interval_overlap
 from layerwise.geometry.arrays import Floats, Ints, Mask
-from layerwise.graph.layer import Layer
 from layerwise.ops.facts import Dim
 from layerwise.partition.place import input_maps
 
 
-def returned_bytes(source: LayerRows, target: LayerRows, layer: Layer, slot: int, watched: int) -> Floats:
+def returned_elements(source: LayerRows, target: LayerRows, slot: int) -> Floats:
     """(C_u, C_v) elements on device 0 if something is sent: the gradient of the box that it needs, the parts that it
     receives for the box that it owns, and copies of the parts that it sends and that are not contiguous
     (`partition.moved`).
-
-    watched: the number of devices whose boxes are in each place; device 0 comes first.
     """
-    maps, epilogue = input_maps(layer, slot)
-    owned, need = source.place.owned, target.place.at(epilogue).needs(maps)
+    maps, epilogue = input_maps(target.layer, slot)
+    owned, need, watched = source.place.owned, target.needs(slot), len(target.watched)  # of which device 0 is the first
     lo, hi, on = owned.lo[::watched], owned.hi[::watched], owned.active[::watched]
     first, last, busy = need.lo[::watched], need.hi[::watched], need.active[::watched]
     kept = (on[:, None] & busy[None]).astype(np.float64)

@@ -19,14 +19,13 @@ from typing import NamedTuple
 import numpy as np
 
 from layerwise.cost.additive import Choice, Costs, Moved, restricted
-from layerwise.cost.memory.layer_rows import LayerRows, layer_rows
-from layerwise.cost.memory.returns import returned_bytes
+from layerwise.cost.memory.layer_rows import LayerRows
+from layerwise.cost.memory.returns import returned_elements
 from layerwise.cost.model import Configs, CostModel, EdgeName
 from layerwise.geometry.arrays import Floats, Ints, Mask
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import Role
 from layerwise.partition.blocks import blocks, saved_within
-from layerwise.partition.place import input_maps
 
 Tables = tuple[Floats, Floats]  # (B_u, B_v) bytes: in the backward pass of the reader's block, and before it
 GONE = ("", ", inputs gone")  # endings of the titles of a layer's two instants
@@ -135,9 +134,9 @@ class _Holding:
         self.layers: dict[str, LayerRows] = {}
         for layer in graph.layers:
             boxed = tuple(i for i, u in enumerate(layer.inputs) if graph[u].role is Role.CONSTANT and len(uses[u]) == 1)
-            key = model.kind(layer), layer.name in graph.unfed, configs[layer.name], boxed
+            key = model.kind(layer), configs[layer.name], boxed
             if key not in known:
-                known[key] = layer_rows(model, layer, configs[layer.name], self.watched, boxed)
+                known[key] = LayerRows(model, layer, configs[layer.name], self.watched, boxed)
             self.layers[layer.name] = known[key]
         self.recomputed = {n: np.array([c.recompute for c in these]) for n, these in configs.items()}
         self.first = {n: np.unique(these, return_index=True)[1] for n, these in base.items()}
@@ -244,8 +243,7 @@ class _Holding:
         """
         u, v, slot = edge
         source, target, at, to = self.layers[u], self.layers[v], self.first[u], self.first[v]
-        maps, epilogue = input_maps(self.graph[v], slot)
-        count, owned, need = len(self.watched), source.place.owned, target.place.at(epilogue).needs(maps)
+        count, owned, need = len(self.watched), source.place.owned, target.needs(slot)
         lo, hi, first, last = (side[::count] for side in (owned.lo, owned.hi, need.lo, need.hi))
         both = owned.active[::count, None] & need.active[None, ::count]
         inside = both & (first[None] <= lo[:, None]).all(-1) & (hi[:, None] <= last[None]).all(-1)
@@ -257,11 +255,10 @@ class _Holding:
     def _locality(self, edge: EdgeName) -> Mask:
         """(C_u, C_v) True where each watched device owns all that it needs."""
         u, v, slot = edge
-        layer, source, target = self.graph[v], self.layers[u], self.layers[v]
-        key = self.model.kind(self.graph[u]), self.model.kind(layer), slot, self.configs[u], self.configs[v]
-        if (key, u in self.graph.unfed) not in self._local:
-            maps, epilogue = input_maps(layer, slot)
-            owned, need = source.place.owned, target.place.at(epilogue).needs(maps)
+        source, target = self.layers[u], self.layers[v]
+        key = source, target, slot
+        if key not in self._local:
+            owned, need = source.place.owned, target.needs(slot)
             count, rank = len(self.watched), owned.lo.shape[1]
             lo, hi, on = (a.reshape(-1, 1, count, *a.shape[1:]) for a in (owned.lo, owned.hi, owned.active))
             first, last, busy = (a.reshape(1, -1, count, *a.shape[1:]) for a in (need.lo, need.hi, need.active))
@@ -269,18 +266,16 @@ class _Holding:
             for j in range(rank):
                 inside = inside & (lo[..., j] <= first[..., j]) & (last[..., j] <= hi[..., j])
             empty = ~busy | (last <= first).any(-1)
-            found: Mask = (inside | empty).all(2) | source.everywhere[:, None]
-            self._local[key, u in self.graph.unfed] = found
-        return self._local[key, u in self.graph.unfed]
+            self._local[key] = (inside | empty).all(2) | source.everywhere[:, None]
+        return self._local[key]
 
     def _returned(self, edge: EdgeName) -> Floats:
         """(B_u, B_v) bytes while an input's gradient is sent back: the gradient, what arrives, and copies to send."""
         u, v, slot = edge
-        key = self.model.kind(self.graph[u]), self.model.kind(self.graph[v]), slot, self.configs[u], self.configs[v]
+        source, target = self.layers[u], self.layers[v]
+        key = source, target, slot
         if key not in self._returns:
-            source, target, layer = self.layers[u], self.layers[v], self.graph[v]
-            item_bytes = self.graph[u].out.item_bytes
-            bytes_ = returned_bytes(source, target, layer, slot, len(self.watched)) * item_bytes
+            bytes_ = returned_elements(source, target, slot) * self.graph[u].out.item_bytes
             rows = np.ix_(source.rows[self.first[u]], target.rows[self.first[v]])
             self._returns[key] = np.where(self._locality(edge), 0.0, bytes_)[rows]
         return self._returns[key]
@@ -293,8 +288,7 @@ class _Holding:
             return 0.0
         spec = sink.specs[0]
         scored = spec.differentiable and len(spec.shape) > 1 and sink.inputs[0] not in graph.losses
-        maps, epilogue = input_maps(sink, 0)
-        need = self.layers[sink.name].place.at(epilogue).needs(maps).volume[0] * spec.item_bytes
+        need = self.layers[sink.name].needs(0).volume[0] * spec.item_bytes
         return float(need * (3 if scored and spec.item_bytes > 2 else 1))
 
     # ---- events ----

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TypeVar
 
 import numpy as np
 
 from layerwise.config import Config
-from layerwise.cost.memory.allocations import Devices, devices_of
+from layerwise.cost.memory.allocations import AllocationTracker, Devices, Ref, devices_of
 from layerwise.cost.memory.parameters import ParameterMemory, parameters_of
 from layerwise.cost.model import CostModel, Strategy
 from layerwise.geometry.arrays import Floats, Mask
@@ -111,10 +110,23 @@ def stages_of(layer: Layer, place: Place, flows: Sequence[bool], split: bool) ->
             partial = np.where(boxes.active, extents.prod(1), 0.0) * space.out.item_bytes
             forward, between = forward + 3 * partial, between + 2 * partial
         slots = tuple(range(stage.inputs.stop)[stage.inputs])
-        flags = gradients.result, running, stage.view
         copies, weights = _copies(layer, stage, place, slots)
-        slots += () if rows else tuple(range(len(layer.specs), len(layer.inputs)))
-        rows.append(StageMemory(saved, made, extra, forward, between, slots, *flags, copies, weights, padded))
+        rows.append(
+            StageMemory(
+                saved=saved,
+                made=made,
+                extra=extra,
+                forward=forward,
+                between=between,
+                slots=slots if rows else (*slots, *range(len(layer.specs), len(layer.inputs))),
+                tracked=gradients.result,
+                running=running,
+                view=stage.view,
+                copies=copies,
+                weights=weights,
+                padded=padded,
+            )
+        )
         running = gradients.result
     return rows
 
@@ -152,14 +164,11 @@ def _copies(layer: Layer, stage: Stage, place: Place, slots: Sequence[int]) -> t
 
 
 TARGET_BYTES = 8  # a class is an int64
-T = TypeVar("T")
-New = Callable[[int, Floats], T]
-Drop = Callable[[Sequence[T]], None]
 
 
 def differentiated(
-    new: New[T], drop: Drop[T], model: CostModel, sink: Layer, sizes: Sequence[Floats], received: Sequence[T]
-) -> list[T]:
+    tracker: AllocationTracker, model: CostModel, sink: Layer, sizes: Sequence[Floats], received: Sequence[Ref]
+) -> list[Ref]:
     """Returns the gradients of outputs, which are returned as copies of what is received.
 
     An output that is not a loss gets a cross entropy, as in `layerwise run`. It has targets, and saves logarithms,
@@ -167,30 +176,30 @@ def differentiated(
     """
     free, batch = model.options.io == "free", model.graph.batch
     uneven = not free and bool(batch % min(model.devices.count, batch))
-    copies = [new(slot, size) for slot, size in enumerate(sizes)]
-    drop(received)
+    copies = [tracker.new(size) for size in sizes]
+    tracker.drop(*received)
     scored: list[Floats] = []
-    for slot, (size, name, spec) in enumerate(zip(sizes, sink.inputs, sink.specs, strict=True)):
+    for size, name, spec in zip(sizes, sink.inputs, sink.specs, strict=True):
         ends = not spec.differentiable or len(spec.shape) < 2 or name in model.graph.losses
         scored.append(0 * size if ends else size)
         if not ends:
             elements = np.full_like(size, spec.volume) if free else size / spec.item_bytes
-            new(slot, elements / spec.shape[1] * TARGET_BYTES)
+            tracker.new(elements / spec.shape[1] * TARGET_BYTES)
     # The cross entropy of outputs of 16 bits is computed in float32.
     wide = [spec.item_bytes == 2 for spec in sink.specs]
     scored = [score * (1 + twice) for score, twice in zip(scored, wide, strict=True)]
-    widened = [new(slot, score * twice) for slot, (score, twice) in enumerate(zip(scored, wide, strict=True))]
-    logs = [new(slot, size) for slot, size in enumerate(scored)]
-    drop([*copies, *widened])
-    gradients = list[T]()
-    for slot, (size, score, log, twice) in enumerate(zip(sizes, scored, logs, wide, strict=True)):
-        flows = model.has_gradient[sink.inputs[slot]]
-        first, gradient = new(slot, score), new(slot, np.where(twice, score, size) * flows)
-        drop([first, log])
+    widened = [tracker.new(score * twice) for score, twice in zip(scored, wide, strict=True)]
+    logs = [tracker.new(score) for score in scored]
+    tracker.drop(*copies, *widened)
+    gradients = list[Ref]()
+    for size, score, log, twice, source in zip(sizes, scored, logs, wide, sink.inputs, strict=True):
+        flows = model.has_gradient[source]
+        first, gradient = tracker.new(score), tracker.new(np.where(twice, score, size) * flows)
+        tracker.drop(first, log)
         for copied in (twice, uneven):  # cast to 16 bits; scaled to the mean over all samples
             if copied:
-                made = new(slot, size * flows)
-                drop([gradient])
+                made = tracker.new(size * flows)
+                tracker.drop(gradient)
                 gradient = made
         gradients.append(gradient)
     return gradients

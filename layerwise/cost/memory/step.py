@@ -7,7 +7,6 @@ own memory (a convolution's workspace) and allocator losses are not counted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -18,7 +17,6 @@ from layerwise.cost.memory.allocations import (
     Devices,
     Ref,
     SizeTable,
-    TransferStorage,
     devices_of,
     part,
 )
@@ -86,7 +84,8 @@ class _Storages:
         self.inward: dict[str, list[Ref]] = {}  # gradients of inputs
         self.saved: dict[str, list[Ref]] = {}  # by stage, what the backward pass reads
         self.gradients: dict[str, Ref] = {}  # gradients of outputs, as far as they are added up
-        self.in_flight: dict[EdgeEnd, TransferStorage] = {}
+        # Transfers that are under way: what arrives, copies of what is sent, and backward the gradient that is sent.
+        self.in_flight: dict[EdgeEnd, tuple[Ref, Ref, Ref]] = {}
         self.sources: dict[str, dict[str, Ref]] = {}  # by block and layer, what the block is recomputed from
         self.fed = set[int]()  # ids of the storages of inputs and constants
         self.returned = frozenset(() if self.training else model.graph.layers[-1].inputs)
@@ -102,23 +101,24 @@ class _Storages:
         layer, slot, tracker = self.model.graph[instruction.layer], instruction.slot, self.tracker
         edge = self.sizes.edge(layer, slot)
         if instruction.way == "forward":
-            arrived = tracker.new(edge.received, "gathered")
-            flight = TransferStorage(arrived, tracker.new(edge.forth, "workspace"))
-        else:
-            arrived = tracker.new(edge.sent, "gradients")  # what it sent forward
-            copies, gradient = tracker.new(edge.back, "workspace"), self.inward[layer.name][slot]
-            flight = TransferStorage(arrived, copies, gradient)
+            flight = tracker.new(edge.received, "gathered"), tracker.new(edge.forth, "workspace"), NOBODY
+        else:  # what it sent forward arrives
+            flight = (
+                tracker.new(edge.sent, "gradients"),
+                tracker.new(edge.back, "workspace"),
+                self.inward[layer.name][slot],
+            )
         self.in_flight[layer.name, slot] = flight
 
     def end(self, instruction: End) -> None:
         """Frees the copies that were sent."""
         layer, slot = self.model.graph[instruction.layer], instruction.slot
-        flight = self.in_flight.pop((layer.name, slot))
-        self.tracker.drop(flight.copies)
+        arrived, copies, gradient = self.in_flight.pop((layer.name, slot))
+        self.tracker.drop(copies)
         if instruction.way == "forward":
-            self._receive(layer, slot, flight.arrived)
+            self._receive(layer, slot, arrived)
         else:
-            self._add(layer.inputs[slot], self.sizes.edge(layer, slot), flight.gradient, flight.arrived)
+            self._add(layer.inputs[slot], self.sizes.edge(layer, slot), gradient, arrived)
 
     def move(self, instruction: Move) -> None:
         """Passes a tensor on: if nothing is sent, the layer reads its source's own storage."""
@@ -165,7 +165,7 @@ class _Storages:
             rewritten = instruction.part == "recompute"  # running statistics, which are put back afterwards
             copies = [tracker.new(n) for _, n in remembered(layer, self.places[layer.name])] if rewritten else []
             self._compute(layer, self._inputs(layer), saves=instruction.saves)
-            self._drop(copies)
+            tracker.drop(*copies)
 
     def output(self, instruction: Output) -> None:
         """Outputs leave; in training the gradients of their losses are allocated.
@@ -175,11 +175,8 @@ class _Storages:
         sink = self.model.graph[instruction.layer]
         sizes = [self.sizes.edge(sink, slot).need for slot in range(len(sink.specs))]
 
-        def new(_: int, size: Floats) -> Ref:
-            return self.tracker.new(size)
-
         if self.training:
-            self.inward[sink.name] = differentiated(new, self._drop, self.model, sink, sizes, self._inputs(sink))
+            self.inward[sink.name] = differentiated(self.tracker, self.model, sink, sizes, self._inputs(sink))
         else:
             for size, received in zip(sizes, self._inputs(sink), strict=True):
                 fed = sum(devices for storage, devices in received if id(storage) in self.fed)  # disjoint sets
@@ -200,7 +197,7 @@ class _Storages:
 
     def forget(self, instruction: Forget) -> None:
         """Frees what was held to recompute a block."""
-        self._drop(list(self.sources.pop(instruction.block).values()))
+        self.tracker.drop(*self.sources.pop(instruction.block).values())
 
     def _compute(self, layer: Layer, given: list[Ref], *, saves: bool = True) -> None:
         """saves: whether what its backward pass reads is kept."""
@@ -227,7 +224,7 @@ class _Storages:
                 mine += tracker.hold(weights)
                 mine += tracker.hold(out) if stage.saved.output else NOBODY
             saved.append(mine)
-            self._drop([before, weights, *copies.values()])
+            tracker.drop(before, weights, *copies.values())
             if keeps and number == 0 and (inside := self.sizes.within(layer)) is not None:
                 self._keep_within(layer, given[0], devices_of(inside) & where)
         if layer.name in self.returned:  # a view of more would keep all of it
@@ -239,8 +236,8 @@ class _Storages:
         if self.flows[layer.name] and saves:
             self.saved[layer.name] = saved
         else:
-            self._drop(saved)
-        self._drop(given)
+            tracker.drop(*saved)
+        tracker.drop(*given)
 
     def _copied(self, ref: Ref, size: Floats, where: Devices) -> Ref:
         """Returns a tensor that is copied on the devices `where`."""
@@ -263,7 +260,7 @@ class _Storages:
         """Allocates the gradients of a layer's parameters and inputs."""
         if layer.role is Role.TIED:
             self.parameters.put_tied(layer)
-            self._drop([self.gradients.pop(layer.name, NOBODY)])
+            self.tracker.drop(self.gradients.pop(layer.name, NOBODY))
             self.parameters.hand_out(layer)
         else:
             self.inward[layer.name] = self._differentiate(layer)
@@ -290,7 +287,7 @@ class _Storages:
                 before = (
                     tracker.hold(running) if stage.saved.through else tracker.new(stages[number - 1].made, "gradients")
                 )
-            self._drop([between, part(read, ~two)])
+            tracker.drop(between, part(read, ~two))
             if weights:
                 parameters = self.parameters.gradients(layer)
             tracker.drop(weights)
@@ -306,16 +303,12 @@ class _Storages:
         tracker = self.tracker
         # The gradient of the source's own box is a view of `gradient` if nothing else contributes, else a new tensor.
         back = tracker.hold(gradient, edge.viewed) + tracker.new(edge.rest, "gradients")
-        self._drop([arrived, gradient])
+        tracker.drop(arrived, gradient)
         before = self.gradients.get(source)
         if before is not None:  # autograd adds in place if nobody else holds the sum
             mine = tracker.unshared(before)
             other = tracker.unshared(back) & ~mine
             total = tracker.new(np.where(tracker.mask(mine | other), 0.0, self.sizes.own(source)), "gradients")
-            self._drop([part(before, ~mine), part(back, ~other)])
+            tracker.drop(part(before, ~mine), part(back, ~other))
             back = part(before, mine) + part(back, other) + total
         self.gradients[source] = back
-
-    def _drop(self, refs: Sequence[Ref]) -> None:
-        for ref in refs:
-            self.tracker.drop(ref)

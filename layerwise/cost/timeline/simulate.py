@@ -15,7 +15,7 @@ import numpy as np
 
 from layerwise.arguments import checked
 from layerwise.chrome import Category
-from layerwise.cost.collectives import all_gather_s, bucket_s, group_shape, overlap, reduce_scatter_s
+from layerwise.cost.collectives import all_gather_s, bucket_s, group_shape, overlap
 from layerwise.cost.model import CostModel, NodeCost, Strategy
 from layerwise.cost.price import complete
 from layerwise.cost.step_facts import GradientSum, gathers, step_facts, transfer_s
@@ -23,6 +23,7 @@ from layerwise.cost.terms import COMPUTE, LAYER_TERMS
 from layerwise.cost.timeline.stream import Flow, Stream
 from layerwise.geometry.arrays import Floats, Ints, Mask
 from layerwise.graph.layer import Layer
+from layerwise.machine.curves import Operation
 from layerwise.partition.ahead import EdgeEnd
 from layerwise.partition.blocks import AGAIN
 from layerwise.partition.buckets import BUCKET_BYTES
@@ -201,12 +202,9 @@ class _Clocks:
         model = self.model
         for bucket in (self.buckets[number] for number in instruction.buckets):
             group, size_bytes = self.sums[bucket.gradients[0]].group, self._size_bytes(bucket)
-            full = bucket.states == "replicated"
-            rates = overlap(group, model.devices, "all_reduce" if full else "reduce_scatter")
-            if full:
-                seconds = bucket_s(size_bytes, group, model.devices, model.options.sync_method)
-            else:
-                seconds = reduce_scatter_s(size_bytes, group, model.devices)
+            operation: Operation = "all_reduce" if bucket.states == "replicated" else "reduce_scatter"
+            rates = overlap(group, model.devices, operation)
+            seconds = bucket_s(size_bytes, group, model.devices, model.options.sync_method, operation)
             seconds *= self.pace.links
             sum_ = Flow(f"gradients of {bucket.layer}", self._row(bucket), seconds, rates.compute, rates.sync)
             if bucket.states == "gathered":

@@ -7,7 +7,6 @@ as it is computed; at the end of the pass every parameter gets the gradient that
 from __future__ import annotations
 
 import weakref
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from layerwise.ops.base import Role
 from layerwise.run.base import Run
 from layerwise.run.execute.reducer import GradientReducer, Gradients
 from layerwise.run.guards.compare_ranks import RankComparison
-from layerwise.run.guards.hooks import Hooks, call_hooks, check_parameters, outside_while_waiting, take_hooks
+from layerwise.run.guards.hooks import Hooks, call_hooks, check_parameters, hook_of, outside_while_waiting, take_hooks
 from layerwise.run.guards.refusals import Structure, check_frozen
 from layerwise.run.local_tensor import digest
 
@@ -56,9 +55,8 @@ class AveragedParameters:
         self._gradients: Gradients | None = None
         self._astray: list[str] = []  # parameters that had a gradient before a pass through the model's call began
         self._nodes = {name: get_gradient_edge(p).node for name, p in self.parameters.items()}
-        me = weakref.ref(self)
         for name, p in {**self.parameters, **self.unknown}.items():
-            take_hooks(p, partial(_made, me, name))
+            take_hooks(p, hook_of(self, name))
 
     def check(self) -> None:
         """Raises LayerwiseError if gradients would be lost: those of other parameters, of frozen ones, or by hooks."""
@@ -83,12 +81,11 @@ class AveragedParameters:
             )
         self._gradients = gradients
 
-    def made(self, name: str) -> None:
-        """Takes the gradient that autograd has added to a parameter's `.grad`."""
+    def made(self, name: str, p: nn.Parameter) -> None:
+        """Takes the gradient that autograd has added to the `.grad` of a parameter."""
         if self._gradients is None or name in self.unknown:
             self._stray(name)
             return
-        p = self.parameters[name]
         if name in self._gradients.made:
             raise LayerwiseError(
                 f"parameter {name!r} got two gradients in one backward pass, as torch.utils.checkpoint with "
@@ -149,12 +146,6 @@ class AveragedParameters:
                     "the ranks, and parallelize it in the mode that you train"
                 )
             call_hooks(parameters[name])
-
-
-def _made(leaves: weakref.ref[AveragedParameters], name: str, _: nn.Parameter) -> None:
-    averaged = leaves()
-    if averaged is not None:
-        averaged.made(name)
 
 
 def _only_returned(node: Any) -> bool:

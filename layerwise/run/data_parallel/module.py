@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
@@ -28,7 +29,7 @@ from layerwise.run.batch import Batch
 from layerwise.run.compiling import compile_with, limits
 from layerwise.run.data_parallel.calls import Calls, FedSamples, ModelCall
 from layerwise.run.data_parallel.gradients import AveragedParameters
-from layerwise.run.data_parallel.module_spans import ModuleSpans
+from layerwise.run.data_parallel.module_spans import follow
 from layerwise.run.data_parallel.replaced_modules import GlobalBatchNorm, replaced_modules
 from layerwise.run.data_parallel.replacements import Replacements
 from layerwise.run.execute.autograd import factors
@@ -72,7 +73,7 @@ class DataRun(Run):
         self._calls, self._replacements, self._keys, self.arguments = Calls(), replacements, keys, arguments
         self._state = ModelState(keys, graph, module, comm)
         self._schedule: Schedule | None = None
-        self._module_spans: ModuleSpans | None = None
+        self._span_hooks: list[RemovableHandle] = []
         self._replaced = list(replaced_modules(module, replacements, self._calls, comm))
         self._norms = [replaced for replaced in self._replaced if type(replaced) is GlobalBatchNorm]
         self._samples = FedSamples(graph, arguments)
@@ -103,9 +104,7 @@ class DataRun(Run):
         self._reducer = GradientReducer({}, [], {}) if self._averaged is None else self._averaged.reducer
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Returns the model's outputs for this rank's samples. batch: all ranks' samples, if ranks feed different
-        numbers.
-        """
+        """Returns the outputs for this rank's samples. batch: all ranks' samples, if ranks feed different numbers."""
         if self._calls.forward is not None:  # the model calls itself
             return self._own(*inputs, **named)
         if self.plain and "batch" not in named:
@@ -201,9 +200,7 @@ class DataRun(Run):
         return torch.autocast(self.runtime_options.device.type, self.runtime_options.autocast)
 
     def _scale(self, call: ModelCall) -> float:
-        """Returns the factor of the outputs' gradients: their mean over the ranks is then the gradient of the full
-        loss.
-        """
+        """Returns the factor of the outputs' gradients, whose mean over the ranks is then the full loss's."""
         return 1.0 if self.comm.size == 1 else factors(self.layer_graph, call.samples / call.total)[0] * self.comm.size
 
     def _entering(self, x: Tensor, call: ModelCall) -> Tensor:
@@ -265,11 +262,10 @@ class DataRun(Run):
         return self._schedule
 
     def _traced(self) -> None:
-        if self._module_spans is not None:
-            self._module_spans.remove()
-        self._module_spans = None
-        if self.trace is not None and self.runtime_options.compile is None:  # a compiled model hides its layers
-            self._module_spans = ModuleSpans(self.model, self.layer_graph, self.trace)
+        for hook in self._span_hooks:
+            hook.remove()
+        trace = self.trace if self.runtime_options.compile is None else None  # a compiled model hides its layers
+        self._span_hooks = [] if trace is None else follow(self.model, self.layer_graph, trace)
 
     def apply_to_tensors(self, fn: Callable[[Tensor], Tensor]) -> None:
         self._note_device(fn)
@@ -277,9 +273,7 @@ class DataRun(Run):
         self._average()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads into the user's module; raises LayerwiseError where PyTorch raises RuntimeError. assign: on one device
-        only.
-        """
+        """Loads into the user's module. Raises LayerwiseError, not RuntimeError. assign: on one device only."""
         if assign and self.comm.size > 1:
             raise LayerwiseError("load_state_dict(assign=True) would replace the parameters: pass assign=False")
         return self._state.load(state_dict, strict=strict, assign=assign)

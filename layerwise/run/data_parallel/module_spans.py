@@ -1,4 +1,4 @@
-"""ModuleSpans: times of a plan's layers when the model itself runs, by hooks of its modules."""
+"""Times of a plan's layers when the model itself runs, by hooks of its modules."""
 
 from __future__ import annotations
 
@@ -16,52 +16,43 @@ from layerwise.ops.base import Role
 from layerwise.trace import Trace
 
 
-class ModuleSpans:
-    """The times of a plan's layers when the model itself runs, by hooks of its modules, until `remove`.
+def follow(module: nn.Module, graph: LayerGraph, trace: Trace) -> list[RemovableHandle]:
+    """Returns the hooks that record each layer's times, to be removed.
 
     A layer's span is that of the modules that it begins with, forward and backward. Code of the model outside its
     modules is in no span.
     """
+    return [hook for name, first, last in _layers(module, graph) for hook in _hooks(trace, name, first, last)]
 
-    def __init__(self, module: nn.Module, graph: LayerGraph, trace: Trace) -> None:
-        self.trace = trace
-        self._handles: list[RemovableHandle] = []
-        for name, first, last in _layers(module, graph):
-            self._follow(name, first, last)
 
-    def remove(self) -> None:
-        """Removes the hooks."""
-        for handle in self._handles:
-            handle.remove()
+def _hooks(trace: Trace, name: str, first: nn.Module, last: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
+    """Returns the hooks of one layer."""
+    running: dict[str, int] = {}
 
-    def _follow(self, name: str, first: nn.Module, last: nn.Module) -> None:
-        """Registers the hooks of one layer."""
-        running: dict[str, int] = {}
+    def end(key: str) -> None:
+        if key in running:
+            trace.end(running.pop(key))
 
-        def end(key: str) -> None:
-            if key in running:
-                self.trace.end(running.pop(key))
+    def enter(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+        running["forward"] = trace.begin(name, "compute")
+        running["input"] = 0
+        if inputs and isinstance(inputs[0], Tensor) and inputs[0].requires_grad:
+            running["input"] = 1
+            inputs[0].register_hook(lambda _: end("backward"))  # type: ignore[no-untyped-call]
 
-        def enter(_: nn.Module, inputs: tuple[Any, ...]) -> None:
-            running["forward"] = self.trace.begin(name, "compute")
-            running["input"] = 0
-            if inputs and isinstance(inputs[0], Tensor) and inputs[0].requires_grad:
-                running["input"] = 1
-                inputs[0].register_hook(lambda _: end("backward"))  # type: ignore[no-untyped-call]
+    def leave(_: nn.Module, __: tuple[Any, ...], out: Any) -> None:
+        end("forward")
+        last_of_pass = not running.pop("input", 0)  # the pass ends with this layer
 
-        def leave(_: nn.Module, __: tuple[Any, ...], out: Any) -> None:
-            end("forward")
-            last_of_pass = not running.pop("input", 0)  # the pass ends with this layer
+        def back(_: Tensor) -> None:
+            running["backward"] = trace.begin(f"{name} (backward)", "compute")
+            if last_of_pass:
+                torch.autograd.Variable._execution_engine.queue_callback(lambda: end("backward"))
 
-            def back(_: Tensor) -> None:
-                running["backward"] = self.trace.begin(f"{name} (backward)", "compute")
-                if last_of_pass:
-                    torch.autograd.Variable._execution_engine.queue_callback(lambda: end("backward"))
+        if isinstance(out, Tensor) and out.requires_grad:
+            out.register_hook(back)  # type: ignore[no-untyped-call]
 
-            if isinstance(out, Tensor) and out.requires_grad:
-                out.register_hook(back)  # type: ignore[no-untyped-call]
-
-        self._handles += [first.register_forward_pre_hook(enter), last.register_forward_hook(leave)]
+    return first.register_forward_pre_hook(enter), last.register_forward_hook(leave)
 
 
 def _layers(module: nn.Module, graph: LayerGraph) -> Iterator[tuple[str, nn.Module, nn.Module]]:

@@ -109,9 +109,7 @@ class GradientBucket:
         return self.slots is not None and bool(self.slots.layouts[self.names[0]].gathered)
 
     def begin_pass(self, trained: set[str], *, summed: bool) -> None:
-        """Begins a backward pass. trained: names that may get a gradient in it; summed: whether the bucket is to be
-        sent.
-        """
+        """Begins a backward pass. trained: names that may get a gradient; summed: whether the bucket is to be sent."""
         self.end()  # a pass that an error has ended
         self.give_up()
         self.missing, self.sent = trained if summed else set(), not summed

@@ -25,7 +25,7 @@ from layerwise.run.execute.autograd import Communication, at_once, communicated,
 from layerwise.run.execute.gathers import gather_once_more
 from layerwise.run.execute.kernels import LayerKernel, Pass, all_there
 from layerwise.run.execute.saved import Block, SavedOutput
-from layerwise.run.execute.segments import CompiledSegment, CompiledSegments
+from layerwise.run.execute.segments import Segment, segments
 from layerwise.run.schedule.redistribute import Flight, TimedTransfer, landed
 from layerwise.run.schedule.schedule import Schedule, ScheduledEdge, ScheduledLayer, ScheduledPiece
 
@@ -41,7 +41,8 @@ class Executor:
         self.returned = frozenset(schedule.graph.layers[-1].inputs)
         self.blocks: dict[str, list[Instruction]] = {}  # how each is recomputed
         self._steps: dict[StepKind, Steps] = {}
-        self._compiled: CompiledSegments | None = None
+        self._settings: Settings | None = None  # of torch.compile
+        self._segments: dict[bool, dict[str, Segment]] = {}
         if schedule.options.compile is not None:
             self.compile(schedule.options.compile)
 
@@ -52,7 +53,8 @@ class Executor:
                 raise LayerwiseError(
                     f"layer {layer.name!r} draws random numbers in a way that cannot be compiled: leave compile= out"
                 )
-        self._compiled = CompiledSegments(self.schedule, settings)
+        self._settings = {"dynamic": False, **settings, "fullgraph": True}  # a schedule has fixed sizes
+        self._segments.clear()
 
     def forward(self, run: Pass, fed: Mapping[str, Tensor]) -> list[Tensor | None]:
         """Returns this rank's boxes of the outputs from those of the inputs (`fed`, constants included)."""
@@ -67,9 +69,15 @@ class Executor:
             self.blocks |= program.recomputed()
         return self._steps[kind]
 
-    def segments(self, run: Pass) -> Mapping[str, CompiledSegment]:
-        """Returns the compiled segment that contains each layer, by layer name."""
-        return {} if self._compiled is None else self._compiled.by_layer(training=run.training)
+    def segments(self, run: Pass) -> Mapping[str, Segment]:
+        """Returns the compiled segment that contains each layer, by layer name; the other layers communicate."""
+        if self._settings is None:
+            return {}
+        if run.training not in self._segments:
+            compiled = segments(self.schedule, self._settings, training=run.training)
+            by_layer = {scheduled.layer.name: segment for segment in compiled for scheduled in segment.layers}
+            self._segments[run.training] = by_layer
+        return self._segments[run.training]
 
 
 class _Forward:
@@ -231,7 +239,7 @@ class _Forward:
         if run.differentiate and scheduled.backward:
             run.token = zeros_for(run.token, [run.parameters[p] for p in scheduled.elsewhere])
         if segment is not None:
-            if segment.first is scheduled:  # computes all layers of the segment
+            if segment.layers[0] is scheduled:  # computes all layers of the segment
                 self._segment(segment, received)
         else:
             out = self._layer(scheduled, received)
@@ -306,7 +314,7 @@ class _Forward:
             return None if scheduled.elsewhere else self.run.parameters[name]
         return self.fed.get(name)
 
-    def _segment(self, segment: CompiledSegment, received: Sequence[Tensor | None]) -> None:
+    def _segment(self, segment: Segment, received: Sequence[Tensor | None]) -> None:
         """Computes the outputs of a segment; the inputs of its first layer have been received."""
         run, inputs = self.run, list[Tensor | None]()
         for source, slot in segment.inputs:
@@ -319,7 +327,7 @@ class _Forward:
         count, seeds = len(inputs), segment.seeds(run.seed, run.options.device)
 
         def compute(tensors: list[Tensor | None]) -> list[Tensor | None]:
-            with run.autocast(segment.first):
+            with run.autocast(segment.layers[0]):
                 return [*segment(all_there(tensors[:count]), all_there(tensors[count:]), seeds)]
 
         tensors = [*inputs, *(run.parameters[name] for name in segment.parameters)]

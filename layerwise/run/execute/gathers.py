@@ -7,7 +7,7 @@ memory is freed after the layer, and gathered again before the layer's backward 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -129,7 +129,7 @@ class LayerGathers:
             storage.resize_(0)
 
 
-class GatheredParameters(Mapping[str, Tensor]):
+class GatheredParameters:
     """The tensors that layers compute with, by name. Reading one waits for its gather."""
 
     def __init__(self, tensors: Mapping[str, Tensor], gathers: Sequence[ParameterGather]) -> None:
@@ -141,12 +141,6 @@ class GatheredParameters(Mapping[str, Tensor]):
         if gather is not None:
             gather.finish()
         return self._tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
 
     def finish(self) -> None:
         """Waits for all gathers that nobody has asked for yet."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
 from layerwise.ops.fused import InPieces
 from layerwise.run.execute.autograd import ordered
-from layerwise.run.execute.gathers import LayerGathers
+from layerwise.run.execute.gathers import GatheredParameters, LayerGathers
 from layerwise.run.options import RuntimeOptions
 from layerwise.run.schedule.schedule import ScheduledLayer
 from layerwise.trace import NOTHING, Spans
@@ -25,7 +25,7 @@ from layerwise.trace import NOTHING, Spans
 class Pass:
     """A forward pass. Autograd functions in its graph refer to it, so it must not refer to the graph afterwards."""
 
-    parameters: Mapping[str, Any]  # this rank's boxes by name, buffers included
+    parameters: GatheredParameters  # this rank's boxes by name, buffers included
     training: bool
     seed: int  # of this step's random numbers
     number: int  # the step's number, for error messages
@@ -48,9 +48,7 @@ class Pass:
         places: Iterable[int],
         at_backward: Callable[..., Sequence[Tensor] | None] | None = None,
     ) -> None:
-        """Makes the token wait, in the backward pass, for the gradients of these `tensors`, which it replaces in the
-        list.
-        """
+        """Makes the token wait for these `tensors`' gradients in the backward pass; replaces them in the list."""
         chosen = {i: x for i in places if (x := tensors[i]) is not None and x.requires_grad}
         self.token, *marked = ordered(self.token, *chosen.values(), at_backward=at_backward)
         for i, x in zip(chosen, marked, strict=True):
@@ -74,7 +72,6 @@ class Pass:
         try:
             with self.autocast(scheduled):
                 out = scheduled.work.run(
-                    self.comm,
                     all_there(inputs),
                     all_there(parameters),
                     training=self.training,

@@ -12,7 +12,6 @@ import zlib
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from functools import cache, partial
-from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +24,6 @@ from layerwise.run.guards.hooks import call_hooks, refuse_derivatives
 from layerwise.run.local_tensor import is_dtensor, like, local_tensor
 from layerwise.trace import Trace
 
-NONE: Mapping[str, ShardLayout] = MappingProxyType({})
 BITS = 62  # bits in a number that ranks tell each other
 WAITING = "waiting for gradients"  # trace span: the part of the sums that the backward pass does not hide
 
@@ -49,14 +47,14 @@ class GradientReducer:
         *,
         shared_by: Mapping[str, Hashable] | None = None,
         scale: float = 1.0,
-        layouts: Mapping[str, ShardLayout] = NONE,
+        layouts: Mapping[str, ShardLayout] | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self.parameters, self.scale = parameters, scale
         self.buckets: list[GradientBucket] = []
         self.of: dict[str, GradientBucket] = {}
         self.waiting, self.asks, self.missed, self.report = False, True, False, 1
-        self._order = list(order)
+        self._order, layouts = list(order), layouts or {}
         shared = [name for name in order if len(groups[name]) > 1]
         gradients = list[tuple[Hashable, float]]()
         for name in shared:

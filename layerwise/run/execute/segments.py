@@ -9,7 +9,6 @@ code object, as PyTorch limits how often one is recompiled.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import FunctionType
 from typing import NamedTuple
 
@@ -36,56 +35,70 @@ class SegmentInput(NamedTuple):
     slot: int | None = None  # the first layer's edge by which it arrives
 
 
-@dataclass(frozen=True, slots=True)
 class Segment:
-    """Layers of a rank's schedule, computed one after the other, in training or evaluation."""
+    """Layers of a rank's schedule, computed one after the other, compiled as one function, in training or evaluation.
 
-    layers: tuple[ScheduledLayer, ...]
-    inputs: tuple[SegmentInput, ...]
-    outputs: tuple[str, ...]  # its layers whose outputs are used after it
-    training: bool
+    inputs: what it reads of other layers. outputs: its layers whose outputs are used after it. parameters: the model's
+    names of those that it uses. backward: whether a gradient flows through some of it.
+    """
 
-    @property
-    def name(self) -> str:
-        """`conv1 … fc`, in traces and error messages."""
-        names = [scheduled.layer.name for scheduled in self.layers]
-        return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
+    def __init__(
+        self, schedule: Schedule, layers: Sequence[ScheduledLayer], settings: Settings, *, training: bool
+    ) -> None:
+        names = [scheduled.layer.name for scheduled in layers]
+        self.name = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"  # in traces and error messages
+        used = (_input(edge, slot) for scheduled in layers for slot, edge in enumerate(scheduled.edges))
+        others = (scheduled for scheduled in schedule.layers if scheduled.layer.name not in names)
+        wanted = {edge.source for scheduled in others for edge in scheduled.edges}
+        self.layers, self._training = layers, training
+        self.inputs = tuple(dict.fromkeys(x for x in used if x.source not in names))
+        self.outputs = tuple(name for name in names if name in wanted)
+        parameters = (name for scheduled in layers for name in scheduled.parameters if name is not None)
+        self.parameters = tuple(dict.fromkeys(parameters))
+        self.backward = any(scheduled.backward for scheduled in layers)
+        self._draws = list(self._drawing())
+        self._function, self._warm = self._as_function(), False
+        self._compiled = compile_with(self._function, settings)
 
-    @property
-    def parameters(self) -> tuple[str, ...]:
-        """Returns the model's names of the parameters that the segment uses."""
-        names = (name for scheduled in self.layers for name in scheduled.parameters if name is not None)
-        return tuple(dict.fromkeys(names))
-
-    @property
-    def backward(self) -> bool:
-        """True if a gradient flows through some of it."""
-        return any(scheduled.backward for scheduled in self.layers)
-
-    def seeds(self, of_step: int, device: torch.device) -> Tensor | None:
-        """Returns an int64 for each stage that draws in a step, as a tensor: a number would be compiled in as a
-        constant.
-
-        Each pass gets a new tensor: the backward pass of an earlier one reads its own.
-        """
-        draws = [signed(combine(of_step, *draw)) for draw in self._draws()]
-        return torch.tensor(draws, device=device) if draws else None
-
-    def _draws(self) -> Iterator[tuple[int, int]]:
-        """Yields the layers and stages that draw, by their numbers in the graph."""
+    def _drawing(self) -> Iterator[tuple[int, int]]:
+        """Yields the layers and stages that draw random numbers, by their numbers in the graph."""
         for scheduled in self.layers:
             assert scheduled.work is not None
             for number, own in enumerate(scheduled.work.stages):
-                if self.training and own.stage.op.draws:
+                if self._training and own.stage.op.draws:
                     yield scheduled.work.number, number
 
-    def function(self) -> Function:
-        """Returns the function to compile."""
+    def seeds(self, of_step: int, device: torch.device) -> Tensor | None:
+        """Returns an int64 for each draw of a step, as a tensor: a number would be compiled in as a constant.
+
+        Each pass gets a new tensor: the backward pass of an earlier one reads its own.
+        """
+        draws = [signed(combine(of_step, *draw)) for draw in self._draws]
+        return torch.tensor(draws, device=device) if draws else None
+
+    def __call__(self, inputs: Values, parameters: Values, seeds: Tensor | None) -> Sequence[Tensor]:
+        """Returns the outputs. Raises LayerwiseError, which names the layers, if they cannot be compiled."""
+        from torch._dynamo.exc import TorchDynamoException
+
+        try:
+            if not self._warm:  # so that values computed once (`Local.once`) are constants to the compiler
+                with torch.no_grad():
+                    self._function(*pytree.tree_map_only(Tensor, torch.zeros_like, (inputs, parameters, seeds)))
+                self._warm = True
+            outputs: Sequence[Tensor] = self._compiled(inputs, parameters, seeds)
+            return outputs
+        except TorchDynamoException as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise LayerwiseError(f"layer {self.name!r} cannot be compiled: leave compile= out ({reason})") from error
+        except ValueError as error:  # a LayerwiseError, or raised by PyTorch, such as batch norm of one value a channel
+            raise LayerwiseError(f"layer {self.name!r}: {error}") from error
+
+    def _as_function(self) -> Function:
         own = (SegmentInput(scheduled.layer.name) for scheduled in self.layers)
         places = {x: i for i, x in enumerate((*self.inputs, *own))}
         outputs = tuple(places[SegmentInput(name)] for name in self.outputs)
         names = {name: i for i, name in enumerate(self.parameters)}
-        draws = {draw: i for i, draw in enumerate(self._draws())}
+        draws = {draw: i for i, draw in enumerate(self._draws)}
         steps = [(one.backward, self._step(one, places, names, draws)) for one in self.layers]
 
         def run(inputs: Values, parameters: Values, seeds: Tensor | None) -> list[Tensor]:
@@ -106,7 +119,7 @@ class Segment:
         draws: Mapping[tuple[int, int], int],
     ) -> Callable[[Values, Values, Tensor | None], Tensor]:
         """Returns one layer as a function of values, parameters and seeds. The mappings give their places there."""
-        work, dtype, count, training = scheduled.work, scheduled.dtype, len(scheduled.layer.specs), self.training
+        work, dtype, count, training = scheduled.work, scheduled.dtype, len(scheduled.layer.specs), self._training
         assert work is not None
         number, stages = work.number, work.stages
         edges = [(places[_input(edge, i)], _slices(edge)) for i, edge in enumerate(scheduled.edges)]
@@ -143,7 +156,7 @@ def _slices(edge: ScheduledEdge) -> tuple[slice, ...] | None:
     return t.kept.slices(t.own)
 
 
-def segments(schedule: Schedule, *, training: bool) -> list[Segment]:
+def segments(schedule: Schedule, settings: Settings, *, training: bool) -> list[Segment]:
     """Returns a rank's segments: one begins where something is received, and ends where it is sent, or a block ends."""
     runs: list[list[ScheduledLayer]] = [[]]
     travelling = {edge.source for scheduled in schedule.layers for edge in scheduled.edges if edge.travels}
@@ -161,20 +174,7 @@ def segments(schedule: Schedule, *, training: bool) -> list[Segment]:
             runs.append([])
         if scheduled.layer.name in travelling:
             runs.append([])
-    return [_segment(schedule, tuple(run), training=training) for run in runs if run]
-
-
-def _segment(schedule: Schedule, layers: tuple[ScheduledLayer, ...], *, training: bool) -> Segment:
-    names = {scheduled.layer.name for scheduled in layers}
-    used = (_input(edge, slot) for scheduled in layers for slot, edge in enumerate(scheduled.edges))
-    others = (scheduled for scheduled in schedule.layers if scheduled.layer.name not in names)
-    wanted = {edge.source for scheduled in others for edge in scheduled.edges}
-    return Segment(
-        layers,
-        tuple(dict.fromkeys(x for x in used if x.source not in names)),
-        tuple(scheduled.layer.name for scheduled in layers if scheduled.layer.name in wanted),
-        training,
-    )
+    return [Segment(schedule, layers, settings, training=training) for layers in runs if layers]
 
 
 def _by_itself(scheduled: ScheduledLayer) -> bool:
@@ -183,48 +183,3 @@ def _by_itself(scheduled: ScheduledLayer) -> bool:
     if scheduled.work is None or scheduled.work.communicates or not alone:
         return False
     return all(edge.travels or edge.redistribution.transfer.kept is not None for edge in scheduled.edges)
-
-
-class CompiledSegments:
-    """The compiled segments of one schedule, in training and in evaluation."""
-
-    def __init__(self, schedule: Schedule, settings: Settings) -> None:
-        self._settings = {"dynamic": False, **settings, "fullgraph": True}  # a schedule has fixed sizes
-        self._of: dict[bool, dict[str, CompiledSegment]] = {}
-        self._schedule = schedule
-
-    def by_layer(self, *, training: bool) -> Mapping[str, CompiledSegment]:
-        """Returns the segment that contains each layer; layers outside segments communicate."""
-        if training not in self._of:
-            compiled = (CompiledSegment(s, self._settings) for s in segments(self._schedule, training=training))
-            self._of[training] = {layer.layer.name: one for one in compiled for layer in one.segment.layers}
-        return self._of[training]
-
-
-class CompiledSegment:
-    """One compiled segment."""
-
-    def __init__(self, segment: Segment, settings: Settings) -> None:
-        self.segment = segment
-        self._function, self._warm = segment.function(), False
-        self._compiled = compile_with(self._function, settings)
-        self.name, self.first, self.backward = segment.name, segment.layers[0], segment.backward
-        self.inputs, self.outputs, self.parameters = segment.inputs, segment.outputs, segment.parameters
-        self.seeds = segment.seeds
-
-    def __call__(self, inputs: Values, parameters: Values, seeds: Tensor | None) -> Sequence[Tensor]:
-        """Returns the outputs. Raises LayerwiseError, which names the layers, if they cannot be compiled."""
-        from torch._dynamo.exc import TorchDynamoException
-
-        try:
-            if not self._warm:  # so that values computed once (`Local.once`) are constants to the compiler
-                with torch.no_grad():
-                    self._function(*pytree.tree_map_only(Tensor, torch.zeros_like, (inputs, parameters, seeds)))
-                self._warm = True
-            outputs: Sequence[Tensor] = self._compiled(inputs, parameters, seeds)
-        except TorchDynamoException as error:
-            reason = str(error).strip().partition("\n")[0]
-            raise LayerwiseError(f"layer {self.name!r} cannot be compiled: leave compile= out ({reason})") from error
-        except ValueError as error:  # a LayerwiseError, or raised by PyTorch, such as batch norm of one value a channel
-            raise LayerwiseError(f"layer {self.name!r}: {error}") from error
-        return outputs

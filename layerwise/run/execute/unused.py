@@ -33,9 +33,7 @@ class Unused:
             self._twice |= used
 
     def parameters(self) -> frozenset[str]:
-        """Returns the parameters that the pass did not reach on any rank. Every rank must call this at the end of the
-        pass.
-        """
+        """Returns the parameters that the pass did not reach on any rank. All ranks must call this at its end."""
         if not self._some:
             return frozenset()
         used = self._used | self._twice

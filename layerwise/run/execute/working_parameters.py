@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any
-from weakref import WeakMethod, ref
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -16,10 +14,10 @@ from layerwise.partition.groups import sharing
 from layerwise.partition.place import Each
 from layerwise.partition.sharding import Sharding
 from layerwise.run.execute.buckets import shard_layout
-from layerwise.run.execute.gathers import Gathers
+from layerwise.run.execute.gathers import GatheredParameters, Gathers, LayerGathers
 from layerwise.run.execute.reducer import GradientReducer, Gradients
 from layerwise.run.execute.unused import Unused
-from layerwise.run.guards.hooks import check_parameters
+from layerwise.run.guards.hooks import check_parameters, hook_of
 from layerwise.run.local_tensor import local_tensor
 from layerwise.run.schedule.schedule import Schedule
 from layerwise.run.state.state import State
@@ -45,9 +43,7 @@ class WorkingParameters:
         scale: float,
         gradients: Callable[[], Gradients],
     ) -> None:
-        """boxes: that ranks compute with. shared_out: shardings and states. gradients: a method that returns this
-        pass's.
-        """
+        """boxes: that ranks compute with. shared_out: shardings and states. gradients: a method that returns them."""
         self._state, self._comm, self._graph = state, state.comm, schedule.graph
         self._gradients = WeakMethod(gradients)  # the method's owner owns this
         owners = {name: layer.name for layer in self._graph.layers for name, _ in layer.own_parameters()}
@@ -94,7 +90,7 @@ class WorkingParameters:
             self._tensors = tensors
         return self._tensors
 
-    def begin(self, constants: Mapping[str, Tensor]) -> tuple[Any, Any]:
+    def begin(self, constants: Mapping[str, Tensor]) -> tuple[GatheredParameters, Mapping[str, LayerGathers]]:
         """Begins a forward pass. Returns the tensors it computes with, and the gathers of layers."""
         tensors = {**self.now(), **constants}
         return self._gathers.begin(tensors), self._gathers.of_layers
@@ -120,8 +116,7 @@ class WorkingParameters:
         if name in self.layouts:
             leaf = leaf.new_empty(self.layouts[name].shape)
         leaf.requires_grad_()
-        # The hook must not hold the leaf's owner: garbage collection could not see the cycle.
-        leaf.register_post_accumulate_grad_hook(partial(_made, ref(self), name))  # type: ignore[no-untyped-call]
+        leaf.register_post_accumulate_grad_hook(hook_of(self, name))  # type: ignore[no-untyped-call]
         return leaf
 
     def made(self, name: str, leaf: Tensor) -> None:
@@ -141,9 +136,3 @@ class WorkingParameters:
                 gradients.absent(name)
             else:
                 gradients.add(name, gradient)
-
-
-def _made(working: ref[WorkingParameters], name: str, leaf: Tensor) -> None:
-    owner = working()
-    if owner is not None:  # a graph that is being differentiated may outlive the owner
-        owner.made(name, leaf)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import platform
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -32,9 +32,7 @@ COLUMNS = 4  # numbers a rank tells for each set of ranks
 
 
 def hardware() -> int:
-    """Returns a number for this process's hardware: ranks with equal numbers compute the same bits
-    from the same input.
-    """
+    """Returns a number for this process's hardware: where it is equal, the same input gives the same bits."""
     used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     gpu = torch.cuda.get_device_name() if used else ""
     capability, threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
@@ -115,7 +113,7 @@ class RankComparison:
         made_by = np.array([row[1] for row in told])
         for first, groups in zip(range(2, 2 + COLUMNS * len(self._sets), COLUMNS), self._sets, strict=True):
             rows = np.array([row[first : first + COLUMNS] for row in told], np.int64)
-            for group in _once(groups):
+            for group in dict.fromkeys(group for group in groups if len(group) > 1):
                 digests, (total, rounding, change) = rows[list(group), 0], rows[list(group), 1:].view(np.float64).T
                 allowed = np.maximum.outer(rounding, rounding) + np.maximum.outer(change, change)
                 close = np.abs(np.subtract.outer(total, total)) <= allowed
@@ -135,7 +133,3 @@ class RankComparison:
                 "step. Run the same loop on every rank; if ranks are meant to differ, pass "
                 "ParallelOptions(compare_ranks=False)"
             )
-
-
-def _once(groups: Sequence[Group]) -> Iterator[Group]:
-    yield from (group for group in dict.fromkeys(groups) if len(group) > 1)

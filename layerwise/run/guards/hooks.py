@@ -53,6 +53,20 @@ class Hooks(OrderedDict[int, Hook]):
         return self.users.values()
 
 
+def hook_of(owner: Any, name: str) -> Hook:
+    """Returns a hook of a parameter that calls `owner.made`, and does not hold the owner.
+
+    Garbage collection could not see the cycle; a graph that is being differentiated may outlive the owner.
+    """
+    weak = weakref.ref(owner)
+
+    def made(p: nn.Parameter) -> None:
+        if (there := weak()) is not None:
+            there.made(name, p)
+
+    return made
+
+
 def take_hooks(p: nn.Parameter, own: Hook) -> None:
     """Makes autograd call `own` after it accumulates the parameter's gradient, instead of the user's hooks."""
     users = p._post_accumulate_grad_hooks
@@ -90,9 +104,7 @@ class OutsideGradients:
         self._seen = _written(p)
 
     def __call__(self, p: nn.Parameter) -> None:
-        """Moves the gradient to the parameter's device. Raises LayerwiseError if a hook or a sum
-        would count it twice.
-        """
+        """Moves the gradient to the parameter's device. Raises LayerwiseError if it would be counted twice."""
         seen, self._seen = self._seen, None
         if p.grad is None or _written(p) == seen:
             return
@@ -174,8 +186,8 @@ def check_modules(model: nn.Module) -> None:
     """Raises LayerwiseError if a model to be run layer by layer has hooks, which would never be called."""
     check_parameters(model.named_parameters())
     for name, module in model.named_modules():
+        where = f"module {name!r}" if name else "the model"
         if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):  # by torch.compile
-            where = f"module {name!r}" if name else "the model"
             raise LayerwiseError(
                 f"{where} is compiled already, but the plan runs its layers one by one: pass the uncompiled model and "
                 "compile=True"
@@ -184,7 +196,6 @@ def check_modules(model: nn.Module) -> None:
         lost = next((hook for hook in forward if not _of(hook, model)), None)
         if lost is not None or module._backward_hooks or module._backward_pre_hooks:
             kind = "backward" if lost is None else "forward"
-            where = f"module {name!r}" if name else "the model"
             raise LayerwiseError(
                 f"{where} has a {kind} hook, which would not be called in training: remove it before you parallelize "
                 "the model, and return what it computes from the model"
@@ -246,9 +257,7 @@ def check_transforms() -> None:
 
 
 def check_around(parameters: Iterable[nn.Parameter]) -> None:
-    """Raises LayerwiseError if DistributedDataParallel wraps a module that holds this one and averages the same
-    gradients.
-    """
+    """Raises LayerwiseError if a DistributedDataParallel around this module would average its gradients again."""
     around = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
     if around is None:
         return

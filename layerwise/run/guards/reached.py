@@ -77,9 +77,7 @@ class Reached:
             self._value(value, read, f"{where}.{name}" if where else name, root)
 
     def _value(self, value: Any, names: set[str], where: str, root: object = None) -> None:
-        """Notes the contents of a value. names: of the code that reads it. root: the object that a
-        function belongs to.
-        """
+        """Notes what a value contains. names: of the code that reads it. root: the owner of a function."""
         if isinstance(value, dict | list | deque | set | tuple):
             if len(value) <= _MOST and self._first(value):
                 if not isinstance(value, tuple):

@@ -18,9 +18,7 @@ AS_WRITTEN = (
 
 
 def unsupported(what: str, instead: str) -> LayerwiseError:
-    """Returns the error for something that a loop does; `instead`: the alternative beside a plan that splits samples
-    only.
-    """
+    """Returns the error for something that a loop does. instead: what to do, beside a plan that splits samples only."""
     return LayerwiseError(
         f"{what} is not supported if the plan splits layers, which run as they were traced: {instead}, or {AS_WRITTEN}"
     )

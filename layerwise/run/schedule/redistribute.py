@@ -119,7 +119,7 @@ class Redistribution:
                 out[box.slices(room)] = part
             return out
 
-        return Flight(self._move(x, [(peer, _part(x, t.own, box)) for peer, box in t.sends], received, self.what), land)
+        return Flight(self._move(x, [(peer, _part(x, t.own, box)) for peer, box in t.sends], received), land)
 
     def begin_adjoint(self, g: Tensor | None, like: Tensor) -> Flight:
         """Starts the backward transfer: adds gradients of `need` up in `own`, in the order of ranks after this one.
@@ -146,27 +146,29 @@ class Redistribution:
             return total
 
         sent = [(peer, _part(g, room, box)) for peer, box in t.receives]
-        return Flight(self._move(g, sent, received, f"{self.what}, backward"), land)
+        return Flight(self._move(g, sent, received), land)
 
-    def _move(self, x: Tensor | None, sent: Messages, received: Messages, what: str) -> Handle:
+    def _move(self, x: Tensor | None, sent: Messages, received: Messages) -> Handle:
         """Starts the collective that matches the pattern, or messages."""
         comm, group = self.comm, self.transfer.group
         if comm.collectives and self.transfer.pattern == "all-to-all" and group:
-            return self._all_to_all(sent, received, what)
+            return self._all_to_all(sent, received)
         if comm.collectives and self.transfer.pattern == "gather" and x is not None:
             local = sent[0][1].contiguous().view(-1)  # strided slices of a line stay views when flattened
             out = local.new_empty((len(group), local.numel()))
-            return Then(comm.all_gather(out, local, group, self.kind, what), lambda: _take_rows(out, group, received))
-        return comm.exchange([(peer, part.contiguous()) for peer, part in sent], received, self.kind, what)
+            handle = comm.all_gather(out, local, group, self.kind, self.what)
+            return Then(handle, lambda: _take_rows(out, group, received))
+        return comm.exchange([(peer, part.contiguous()) for peer, part in sent], received, self.kind, self.what)
 
-    def _all_to_all(self, sent: Messages, received: Messages, what: str) -> Handle:
+    def _all_to_all(self, sent: Messages, received: Messages) -> Handle:
         """Starts an all-to-all of equal shards; this rank's own shard is not sent."""
         group, flat = self.transfer.group, {peer: part.reshape(-1) for peer, part in sent}
         size = next(iter(flat.values()))
         empty = size.new_zeros(size.shape)
         out = size.new_empty((len(group), *size.shape))
         rows = torch.stack([flat.get(peer, empty) for peer in group])
-        return Then(self.comm.all_to_all(out, rows, group, self.kind, what), lambda: _take_rows(out, group, received))
+        handle = self.comm.all_to_all(out, rows, group, self.kind, self.what)
+        return Then(handle, lambda: _take_rows(out, group, received))
 
     def _reduce_scatter(self, g: Tensor, like: Tensor) -> Flight:
         t = self.transfer
@@ -175,7 +177,7 @@ class Redistribution:
         boxes = dict(t.receives) | {self.comm.rank: t.kept}
         parts = torch.stack([_part(g, self.room, boxes[peer]).flatten() for peer in t.group])
         out, shape, kept = like.new_empty(parts.shape[1:]), t.kept.shape, t.kept
-        handle = self.comm.reduce_scatter(out, parts, t.group, self.kind, f"{self.what}, backward")
+        handle = self.comm.reduce_scatter(out, parts, t.group, self.kind, self.what)
         return Flight(handle, lambda: self._own_part(out.view(shape), kept, like, own_only=True))
 
     def _own_part(self, g: Tensor | None, origin: Box | None, like: Tensor, *, own_only: bool) -> Tensor:

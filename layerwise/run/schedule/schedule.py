@@ -169,9 +169,7 @@ class Schedule:
         return {layer.name: boxes[layer.name] or Box.full(layer.out.shape) for layer in inputs}
 
     def _to_recompute(self, plan: Plan) -> frozenset[str]:
-        """Returns the layers that the plan recomputes, or all that save memory by it if activations
-        are checkpointed.
-        """
+        """Returns the layers that the plan recomputes, or all that save memory if activations are checkpointed."""
         names = {name for name, config in plan.strategy.items() if config.recompute and self.graph.has_gradient[name]}
         return frozenset(names) | (recomputable(self.graph) if self.options.recompute else frozenset())
 
@@ -196,18 +194,18 @@ class Schedule:
             edges[0] = replace(edges[0], redistribution=replace(edges[0].redistribution, margins=margins))
             local_work = local_work.padded()
         return ScheduledLayer(
-            layer,
-            tuple(edges),
-            local_work,
-            tuple(None if i in layer.tied else name for i, name in enumerate(layer.parameters)),
-            tuple(name for name, _ in layer.own_parameters() if not place.owned.active[self.comm.rank]),
-            self.type_of(layer),
-            self.graph.has_gradient[layer.name],
-            self.options.autocast_within(layer.autocast),
-            layer.name in self._recomputed,
-            layer.name in self._gathered,
-            layer.name in self.graph.returned,
-            self._pieces(layer, edges),
+            layer=layer,
+            edges=tuple(edges),
+            work=local_work,
+            parameters=tuple(None if i in layer.tied else name for i, name in enumerate(layer.parameters)),
+            elsewhere=tuple(name for name, _ in layer.own_parameters() if not place.owned.active[self.comm.rank]),
+            dtype=self.type_of(layer),
+            backward=self.graph.has_gradient[layer.name],
+            autocast=self.options.autocast_within(layer.autocast),
+            recompute=layer.name in self._recomputed,
+            gathered=layer.name in self._gathered,
+            returned=layer.name in self.graph.returned,
+            pieces=self._pieces(layer, edges),
         )
 
     def _pieces(self, layer: Layer, edges: list[ScheduledEdge]) -> tuple[ScheduledPiece, ...]:
@@ -220,9 +218,7 @@ class Schedule:
         for one in found:
             ways = {}
             for slot, needs in one.needs.items():
-                part = transfer(self.places[layer.inputs[slot]].owned.each, needs, comm.rank)
-                if part.pattern != "local":  # no collective is prepared for it
-                    part = replace(part, pattern="messages", group=())
+                part = transfer(self.places[layer.inputs[slot]].owned.each, needs, comm.rank, by_messages=True)
                 ways[slot] = Redistribution(part, comm, edges[slot].what)
             pieces.append(ScheduledPiece(one.bounds[comm.rank], ways))
         return tuple(pieces)

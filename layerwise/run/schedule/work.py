@@ -10,11 +10,14 @@ import torch
 from torch import Tensor
 
 from layerwise.comm.base import Comm, Group
+from layerwise.geometry import Box
 from layerwise.graph.layer import Layer
 from layerwise.ops.fused import InPieces, LocalStage, local_stages, run_stages
 from layerwise.ops.random import combine
-from layerwise.partition.groups import Reduction, reduction, statistics
+from layerwise.partition.groups import sharing, statistics
+from layerwise.partition.moved import transfer
 from layerwise.partition.place import Place
+from layerwise.run.schedule.redistribute import Redistribution
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +28,7 @@ class LayerWork:
     number: int  # the layer's number in the graph, which its random numbers depend on
     stages: tuple[LocalStage, ...]
     statistics: tuple[Group, ...]  # for each stage, the ranks that share its statistics; (): none
-    reduction: Reduction | None  # of partial sums, if the contraction dimension is split
+    reduction: Redistribution | None  # its adjoint sums partial sums, if the contraction dimension is split
 
     @property
     def communicates(self) -> bool:
@@ -44,7 +47,6 @@ class LayerWork:
 
     def run(
         self,
-        comm: Comm,
         inputs: Sequence[Tensor],
         parameters: Sequence[Tensor],
         *,
@@ -60,7 +62,7 @@ class LayerWork:
             parameters,
             training=training,
             seed=lambda stage: combine(seed, self.number, stage),
-            reduce=None if reduction is None else lambda partial: _reduce_scatter(partial, comm, reduction, self.name),
+            reduce=None if reduction is None else lambda partial: _Summed.apply(partial, reduction, False),  # type: ignore[no-untyped-call]
             pieces=pieces,
         )
 
@@ -75,7 +77,7 @@ def work(layer: Layer, number: int, place: Place, comm: Comm, *, local_batch_nor
     stages = local_stages(
         layer.stages, layer.specs, cell, owned, lambda stage: summing(comm, summed[stage], layer.name), comm.device
     )
-    return LayerWork(layer.name, number, stages, summed, reduction(layer, place, rank))
+    return LayerWork(layer.name, number, stages, summed, _reduction(layer, place, comm))
 
 
 def summing(comm: Comm, group: Group, what: str) -> Callable[[Tensor], Tensor] | None:
@@ -91,49 +93,29 @@ def summing(comm: Comm, group: Group, what: str) -> Callable[[Tensor], Tensor] |
     return all_reduce
 
 
-def _reduce_scatter(partial: Tensor, comm: Comm, reduction: Reduction, what: str) -> Tensor:
-    """Returns this rank's shard of the sum of all ranks' partial sums (reduce-scatter); its
-    backward is an all-gather.
-    """
-    ways = (lambda x: _summed(x, comm, reduction, what)), (lambda x: _gathered(x, comm, reduction, what))
-    total: Tensor = _Linear.apply(partial, *ways)  # type: ignore[no-untyped-call]
-    return total
+def _reduction(layer: Layer, place: Place, comm: Comm) -> Redistribution | None:
+    """Returns the gather of shards of sums over k, whose adjoint sums partial sums; None if k is not split."""
+    cells, outputs = place.computed.each, len(layer.out.shape)
+    cell, ks = cells[comm.rank], range(outputs, len(layer.space.dims))
+    assert cell is not None
+    if all(cell.lo[k] == 0 and cell.hi[k] == layer.space.dims[k].extent for k in ks):
+        return None
+    members, summed = sharing(cells, comm.rank, ks), Box(cell.lo[:outputs], cell.hi[:outputs])
+    need = tuple(summed if rank in members else None for rank in range(comm.size))
+    owned = tuple(box if rank in members else None for rank, box in enumerate(place.owned.each))
+    return Redistribution(transfer(owned, need, comm.rank, by_messages=True), comm, layer.name)
 
 
-class _Linear(torch.autograd.Function):
-    """A linear function of a tensor and its adjoint `back`; each is the other's backward pass."""
+class _Summed(torch.autograd.Function):
+    """This rank's shard of the sum of all ranks' partial sums, or (`back`) all ranks' shards: each other's gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.ways = back, there
-        return there(x)
+    def forward(ctx: Any, x: Tensor, shards: Redistribution, back: bool) -> Tensor:
+        ctx.shards, ctx.back = shards, back
+        result = (shards.begin if back else shards.begin_adjoint)(x, x).finish()
+        assert result is not None
+        return result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _Linear.apply(grad, *ctx.ways), None, None  # type: ignore[no-untyped-call]
-
-
-def _summed(partial: Tensor, comm: Comm, reduction: Reduction, what: str) -> Tensor:
-    """Returns this rank's shard of the sum, added up in the order of the ranks."""
-    parts = {rank: partial[box.slices(reduction.cell)].contiguous() for rank, box in reduction.owned}
-    own_part = parts.pop(comm.rank)
-    received = [(rank, torch.empty_like(own_part)) for rank in parts]
-    comm.exchange(list(parts.items()), received, "transfers", what).wait()
-    in_order = sorted([*received, (comm.rank, own_part)], key=lambda pair: pair[0])
-    total = in_order[0][1].clone()
-    for _, part in in_order[1:]:
-        total += part
-    return total
-
-
-def _gathered(own_part: Tensor, comm: Comm, reduction: Reduction, what: str) -> Tensor:
-    """Returns the parts of all ranks, in their box."""
-    own_part = own_part.contiguous()
-    others = [(rank, box) for rank, box in reduction.owned if rank != comm.rank]
-    received = [(rank, own_part.new_empty(box.shape)) for rank, box in others]
-    comm.exchange([(rank, own_part) for rank, _ in others], received, "transfers", what).wait()
-    full = own_part.new_empty(reduction.cell.shape)
-    full[dict(reduction.owned)[comm.rank].slices(reduction.cell)] = own_part
-    for (_, part), (_, box) in zip(received, others, strict=True):
-        full[box.slices(reduction.cell)] = part
-    return full
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _Summed.apply(gradient, ctx.shards, not ctx.back), None, None  # type: ignore[no-untyped-call]

@@ -28,7 +28,7 @@ from layerwise.geometry import Box, prime_factors
 from layerwise.partition.place import Each
 from layerwise.run.local_tensor import like
 from layerwise.run.state.meshes import ALL_RANKS, box_at
-from layerwise.run.state.plan_dtensor import wrap
+from layerwise.run.state.plan_dtensor import PlanDTensor
 
 Ranks = NDArray[np.int64]  # of a mesh, with the mesh's axes
 
@@ -57,9 +57,7 @@ def placement(each: Each, shape: tuple[int, ...], order: Sequence[int]) -> Place
 
 
 def _placements(ranks: Ranks, each: Each) -> tuple[Placement, ...] | None:
-    """Returns, by axis, a shard of the dimension in which the last box differs from the first; None
-    if several differ.
-    """
+    """Returns, by axis, a shard of the dimension in which its last box differs from the first; None if several do."""
     first, placements = each[int(ranks.flat[0])], list[Placement]()
     for axis in range(ranks.ndim):
         last = each[int(ranks[tuple(-1 if i == axis else 0 for i in range(ranks.ndim))])]
@@ -85,7 +83,9 @@ class MeshSharding:
         """Returns the DTensor whose local tensor on this rank is `local`, in the same memory."""
         stride = tuple(prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
         meta = TensorMeta(torch.Size(self.shape), stride, local.dtype)
-        return wrap(local, DTensorSpec(self.mesh, self.placements, meta))
+        spec = DTensorSpec(self.mesh, self.placements, meta)
+        # As FSDP2 builds it; `from_local` would go through autograd.
+        return PlanDTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
     def says(self, tensor: Tensor) -> bool:
         """True if a DTensor has this mesh and these placements."""

@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -154,9 +153,7 @@ class PlanDTensor(DTensor, metaclass=_Kind):
         )
 
     def bring(self, gradient: Tensor) -> Tensor:
-        """Returns a gradient placed like this tensor; `gradient` may be plain and full, as some autograd formulas
-        return.
-        """
+        """Returns a gradient placed like this tensor; `gradient` may be plain and full, as some formulas return it."""
         full = everywhere(gradient) if isinstance(gradient, DTensor) else gradient
         return like(self, shard_of(full, self).contiguous())
 
@@ -257,9 +254,7 @@ def _followed(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> A
 
 
 def _shard_of(rank: int, tensor: DTensor) -> DTensor:
-    """Returns a shard that rank `rank` has pickled. Raises LayerwiseError on another rank, which would use it as its
-    own.
-    """
+    """Returns a shard that rank `rank` has pickled. Raises LayerwiseError on another rank, whose it is not."""
     if torch.distributed.is_initialized() and torch.distributed.get_rank() == rank:
         return tensor
     raise LayerwiseError(
@@ -270,12 +265,6 @@ def _shard_of(rank: int, tensor: DTensor) -> DTensor:
 
 
 torch.serialization.add_safe_globals([_shard_of])  # PyTorch does the same for its own DTensors
-
-
-def wrap(local: Tensor, spec: DTensorSpec) -> PlanDTensor:
-    """Returns the DTensor of this local tensor, built as FSDP2 does; `from_local` would go through autograd."""
-    dtensor: PlanDTensor = PlanDTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
-    return dtensor
 
 
 def _put(p: Tensor, where: Any, value: Any) -> None:

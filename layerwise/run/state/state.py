@@ -31,9 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A box of one of the model's parameters or buffers. On different ranks, boxes of one name are
-    equal or disjoint.
-    """
+    """A box of one of the model's parameters or buffers. Boxes of one name are equal or disjoint."""
 
     name: str  # the model's name
     aliases: tuple[str, ...]  # its other names in the model
@@ -125,9 +123,7 @@ class State:
 
     @property
     def extra(self) -> dict[str, Tensor]:
-        """Returns tensors that the network does not compute with (counters), full, on every rank,
-        by the model's names.
-        """
+        """Returns full tensors that the network does not compute with (counters), by the model's names."""
         return self.tree.extra()
 
     def count(self) -> None:
@@ -188,9 +184,7 @@ class State:
         return {name: p.shape for layer in self.graph.layers for name, p in layer.own_parameters()}
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Returns the full model's state dict, on every rank, on the CPU. It loads into the original model with
-        strict=True.
-        """
+        """Returns the full model's state dict, on every rank, on the CPU."""
         full = {**{key: value.cpu().clone() for key, value in self.extra.items()}, **self.full_tensors()}
         return {key: full[name if name in self.boxes else key] for key, name in self._keys.items()}
 
