@@ -132,20 +132,9 @@ RECOMPUTED = [
 
 
 SOON = {
-    "recompute": RECOMPUTED[::3],
-    "shared": [
-        "accumulated_while_thawing",
-        "thawed_later",
-        "optimizer_state",
-        "scaler",
-        "two_forwards",
-        "two_losses",
-        "gradient_penalty",
-        "frozen_later",
-        "unused_output",
-        "optimizer_in_hooks",
-    ],
-    "fewer": ["clip_norm", "novograd", "ema", "dcp_resume", "scaler", "full_model_state", "laplacian"],
+    "recompute": RECOMPUTED[::5],
+    "shared": ["accumulated_while_thawing", "optimizer_state", "two_losses", "gradient_penalty", "optimizer_in_hooks"],
+    "fewer": ["clip_norm", "novograd", "dcp_resume", "full_model_state"],
 }
 
 
