@@ -111,7 +111,7 @@ def check(name: str, value: Any, single: Any, *, rough: bool = False) -> None:
 @pytest.mark.parametrize("kind", ["data", "split"])
 @pytest.mark.parametrize("loop", LOOPS, ids=[loop.__name__ for loop in LOOPS])
 def test_a_loop(loop: Loop, kind: str) -> None:
-    ranks: list[Any] = run_ranks(2, "tests.loops.ranks:run", loop.__name__, kind)
+    ranks: list[Any] = run_ranks(2, "tests.loops.loops:run", loop.__name__, kind)
     words = REFUSED.get(loop.__name__, {}).get(kind)
     if words is not None:
         assert all(isinstance(rank, str) and words in rank for rank in ranks), ranks
