@@ -16,22 +16,21 @@ part of four fifths of the cores, and keeps what it allocates (see benchmarks.co
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common.launch import launch
+from benchmarks.common.command import KEPT, Kept, numbers, some_of, words
+from benchmarks.common.launch import equal_quota, launch
 from benchmarks.emulate import parse_rate
-from benchmarks.predictions import quota_of
 from benchmarks.ranks.cluster import Job
-from layerwise.files import write_text
 from layerwise.quantities import units
 
-Cell = dict[str, object]
+Cell = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,21 +71,12 @@ MEANING = {
 
 def run(kind: str, nodes: int, rate: str, args: argparse.Namespace) -> Cell:
     """One run on the emulated cluster."""
-    asked = args.variants or KINDS[kind].variants
-    budget = args.seconds or 40.0
-    job = Job(
-        KINDS[kind].network or kind,
-        [v for v in KINDS[kind].variants if v in asked],
-        budget,
-        args.rounds,
-        kind == "states",
-        args.measure_seconds,
-    )
-    quota = args.cpu_quota or quota_of(f"{nodes}x1")
-    flags = ["--nodes", str(nodes), "--rate", rate, "--quiet", "--cpu-quota", str(quota)]
-    flags += ["--timeout", str(args.timeout)]
-    title = f"{kind} at {nodes} nodes of {rate}"
-    cell: Cell = launch("benchmarks.ranks.cluster", asdict(job), *flags, title=title, keep_memory=True)
+    variants = [v for v in KINDS[kind].variants if not args.variants or v in args.variants]
+    network = KINDS[kind].network or kind
+    job = Job(network, variants, args.seconds, args.rounds, kind == "states", args.measure_seconds)
+    quota = args.cpu_quota or equal_quota(nodes)
+    where: dict[str, Any] = {"nodes": nodes, "rate": rate, "quotas": [quota], "timeout_s": args.timeout}
+    cell: Cell = launch("benchmarks.ranks.cluster", job, title=f"{kind} at {nodes} nodes of {rate}", **where)
     return cell | {"kind": kind, "nodes": nodes, "link": rate, "cpu_quota": quota}
 
 
@@ -179,50 +169,40 @@ def show(cell: Cell, console: Console) -> None:
 def wanted(args: argparse.Namespace) -> Iterator[tuple[str, int, str]]:
     """Parts, numbers of nodes and rates."""
     for kind in args.only:
-        for nodes in map(int, args.nodes):
+        for nodes in args.nodes:
             for rate in args.rates:
                 if KINDS[kind].nodes in (None, nodes) and KINDS[kind].rate in (None, rate):
                     yield kind, nodes, rate
 
 
-def words(text: str) -> list[str]:
-    return text.split(",")
-
-
 def main() -> None:
     """Run and print."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--only", type=words, default=list(KINDS), metavar=",".join(KINDS))
+    p.add_argument("--only", type=some_of(KINDS), default=list(KINDS), metavar=",".join(KINDS))
     p.add_argument("--rates", type=words, default=["100mbit", "1gbit"], metavar="100mbit,1gbit")
-    p.add_argument("--nodes", type=words, default=["2", "4"], metavar="2,4")
-    p.add_argument("--variants", type=words, help=f"of {', '.join(MEANING)} (default: all)")
+    p.add_argument("--nodes", type=numbers, default=[2, 4], metavar="2,4")
+    p.add_argument("--variants", type=some_of(MEANING), help=f"of {', '.join(MEANING)} (default: all)")
     p.add_argument("--rounds", type=int, help="turns of each variant (default: as many as the time allows)")
-    p.add_argument("--seconds", type=float, help="about how long the turns of one run take (default: 40)")
+    p.add_argument("--seconds", type=float, default=40.0, help="about how long the turns of one run take (default: 40)")
     p.add_argument("--cpu-quota", type=float, help="cores a rank may use (default: an equal part)")
     p.add_argument("--measure-seconds", type=float, default=60.0, metavar="SEC", help="for links and layers")
     p.add_argument("--timeout", type=float, default=600, metavar="SEC", help="of a run (default: %(default)s)")
-    p.add_argument("--json", metavar="FILE", help="keeps every run; what it has is not run again")
+    p.add_argument("--json", type=Path, metavar="FILE", help=KEPT)
     args = p.parse_args()
-    if unknown := [kind for kind in args.only if kind not in KINDS]:
-        p.error(f"--only: no {unknown[0]!r}, there are {', '.join(KINDS)}")
     for rate in args.rates:
         parse_rate(rate)
-    console, kept = Console(width=150), Path(args.json) if args.json else None
-    cells: list[Cell] = json.loads(kept.read_text()) if kept and kept.exists() else []
-    known, missing = {(cell["kind"], cell["nodes"], cell["link"]) for cell in cells}, []
-    for cell in cells:
+    console, kept, missing = Console(width=150), Kept(args.json), []
+    for cell in kept.rows:
         show(cell, console)
     for kind, nodes, rate in wanted(args):
-        if (kind, nodes, rate) in known:
+        if kept.find(kind=kind, nodes=nodes, link=rate) is not None:
             continue
         try:
-            cells.append(run(kind, nodes, rate, args))
+            kept.add(run(kind, nodes, rate, args))
         except SystemExit as reason:  # the others go on
             missing.append(str(reason))
             continue
-        if kept:
-            write_text(kept, json.dumps(cells, indent=1))  # whole or not at all
-        show(cells[-1], console)
+        show(kept.rows[-1], console)
     if missing:
         raise SystemExit("\n".join(missing))
 

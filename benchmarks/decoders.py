@@ -4,21 +4,14 @@ Each class is given random weights and a latent; `vae.decode(latent)` is compare
 table of docs/how-to/predict.md: in how many ways the decoder is called (chunks), the largest difference relative to the
 largest number, the memory of the fullest rank (predicted; measured as `common.live` does), and seconds of this process
 to plan, in which the model is imported and proven. `--only NAME ...` are some of them.
-
-    python -m benchmarks.decoders --rate 1gbit      # HunyuanVideo's and Wan's on an emulated cluster (needs root)
-
-There a rank is a node with an equal part of four fifths of the cores, and so is the one that decodes alone, while the
-others wait. `--distvae`: DistVAE's patches beside the plan, where it is installed (`pip install distvae`).
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import tempfile
 import time
 import warnings
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,10 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import layerwise
-from benchmarks.common.launch import launch
 from benchmarks.common.live import Live
-from benchmarks.predictions import quota_of
-from benchmarks.ranks.decoders import VIDEOS, Job
 from benchmarks.zoo.shims import torchvision_operators
 from layerwise.errors import LayerwiseError
 from layerwise.machine import load
@@ -184,44 +174,16 @@ def decoded(name: str) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def on_cluster(args: argparse.Namespace) -> None:
-    """Prints the time of one rank and of all."""
-    print(
-        "| decoder | way | seconds | times one rank | difference | memory | strategy |\n|---|---|---|---|---|---|---|"
-    )
-    for name in args.videos:
-        flags = ["--nodes", str(args.nodes), "--rate", args.rate, "--quiet", "--timeout", "1800"]
-        flags += ["--cpu-quota", str(quota_of(f"{args.nodes}x1"))]
-        job = asdict(Job(name, args.seconds, args.measure_seconds, args.distvae))
-        with tempfile.TemporaryDirectory() as folder:
-            os.environ["LAYERWISE_CACHE"] = folder
-            row = launch("benchmarks.ranks.decoders", job, *flags, title=name, keep_memory=True)
-        for way, seconds in row["times"].items():
-            faster, memory = row["times"]["one rank"] / seconds, units(row["memory"][way], "B")
-            how = f"{', '.join(row['strategy'])}; planned in {row['planned_s']:.0f} s" if way == "plan" else ""
-            print(f"| {name} | {way} | {seconds:.2f} | {faster:.2f} | {row['errors'][way]:.0e} | {memory} | {how} |")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), metavar="NAME")
-    parser.add_argument("--rate", help="of the emulated cluster's links, such as 1gbit")
-    parser.add_argument("--videos", nargs="+", choices=VIDEOS, default=list(VIDEOS), help="decoded there")
-    parser.add_argument("--distvae", action="store_true", help="time DistVAE's patches, too")
-    parser.add_argument("--nodes", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each way's steps there (default: %(default)s)")
-    parser.add_argument("--measure-seconds", type=float, default=30.0, help="for links and layers there")
     args = parser.parse_args()
-    if args.rate:
-        on_cluster(args)
-        return
-    names = args.only
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo")
     if dist.get_rank() == 0:
         print("| class | ways it is called | layers split | error | memory predicted | measured | seconds to plan |")
         print("|---|---|---|---|---|---|---|")
-    for name in names:
+    for name in args.only:
         row = decoded(name)
         if dist.get_rank() == 0:
             print("|", " | ".join(row), "|", flush=True)

@@ -12,8 +12,6 @@ paper's own measurements.
 from __future__ import annotations
 
 import argparse
-import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common.command import KEPT, Kept, numbers, some_of
 from benchmarks.common.launch import launch
 from benchmarks.published import cori as published
 from benchmarks.ranks.grids import Job
@@ -35,8 +34,8 @@ Run = dict[str, Any]
 
 def emulated(nodes: int, job: Job) -> Run:
     """One run on the emulated cluster."""
-    flags = ["--nodes", str(nodes), "--rate", RATE, "--quiet", "--cpu-quota", str(QUOTA)]
-    run: Run = launch("benchmarks.ranks.grids", asdict(job), *flags, title=f"{nodes} nodes", keep_memory=True)
+    title = f"{nodes} nodes"
+    run: Run = launch("benchmarks.ranks.grids", job, title=title, nodes=nodes, rate=RATE, quotas=[QUOTA])
     return run
 
 
@@ -109,35 +108,21 @@ def cori(console: Console) -> None:
     console.print(table)
 
 
-def words(text: str) -> list[str]:
-    return text.split(",")
-
-
-def whole(text: str) -> list[int]:
-    return [int(one) for one in text.split(",")]
-
-
 def main() -> None:
     """Run and print."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--only", type=words, default=list(PARTS), metavar=",".join(PARTS))
-    p.add_argument("--nodes", type=whole, default=list(MEASURED_NODES), metavar="1,2,4", help="clusters to measure")
-    p.add_argument("--json", metavar="FILE", help="keep what is measured; what it has already is not measured again")
+    p.add_argument("--only", type=some_of(PARTS), default=list(PARTS), metavar=",".join(PARTS))
+    p.add_argument("--nodes", type=numbers, default=list(MEASURED_NODES), metavar="1,2,4", help="clusters to measure")
+    p.add_argument("--json", type=Path, metavar="FILE", help=KEPT)
     args = p.parse_args()
-    if unknown := [part for part in args.only if part not in PARTS]:
-        p.error(f"--only: no {unknown[0]!r}, there are {', '.join(PARTS)}")
-    console = Console(width=140, highlight=False)
-    kept = Path(args.json) if args.json else None
-    known = json.loads(kept.read_text()) if kept and kept.exists() else {}
-    runs: dict[int, Run] = {int(nodes): run for nodes, run in known.items()}
+    console, kept = Console(width=140, highlight=False), Kept(args.json)
     if "measured" in args.only:
-        for n in args.nodes:
-            if n not in runs:
-                runs[n] = emulated(n, Job(list(MEASURED_WIDTHS), BATCH, LINKS_S, LAYERS_S, PLAN_S))
-                if kept:
-                    kept.write_text(json.dumps(runs))
-    if "measured" in args.only and 1 in runs:
-        measured(console, runs)
+        for nodes in args.nodes:
+            if kept.find(nodes=nodes) is None:
+                kept.add(emulated(nodes, Job(list(MEASURED_WIDTHS), BATCH, LINKS_S, LAYERS_S, PLAN_S)))
+        runs = {run["nodes"]: run for run in kept.rows}
+        if 1 in runs:
+            measured(console, runs)
     if "cori" in args.only:
         cori(console)
 

@@ -7,7 +7,6 @@ search but the import of the network: without the limit, and with it. A process 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterable
@@ -92,7 +91,7 @@ def report(names: Iterable[str], gpus: Iterable[int], shares: Iterable[float], p
     for name in names:
         for count in gpus:
             for share in shares:
-                rows.append(in_a_process("benchmarks.limits", name, str(count), str(share), profile))
+                rows.append(in_a_process("benchmarks.limits:measure", name, count, share, profile))
                 cells = shown(rows[-1])
                 print(name, count, share, *cells, file=sys.stderr, flush=True)
                 table.add_row(name, str(count), f"{share:g}", *cells)
@@ -109,13 +108,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(SAMPLES), default=list(SAMPLES), metavar="NETWORK")
     parser.add_argument("--gpus", nargs="+", type=int, default=GPUS)
     parser.add_argument("--shares", nargs="+", type=float, default=SHARES)
-    parser.add_argument("--row", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.row:
-        name, gpus, share, profile = args.row
-        print(json.dumps(measure(name, int(gpus), float(share), profile)))
-    else:
-        Console(width=140).print(*report(args.only, args.gpus, args.shares, args.profile), sep="\n")
+    Console(width=140).print(*report(args.only, args.gpus, args.shares, args.profile), sep="\n")
 
 
 if __name__ == "__main__":

@@ -3,10 +3,9 @@
 2-D, 3-D: convolutions of the kinds that the others say they take (stride 1 where padded, else stride = kernel), split
 along the last dimension by each. Against one device, in float32: the largest relative difference of the output and of
 the gradients; CPU time of a step (forward and backward) on the slowest rank, over that of one device in the same run.
-decoder: HunyuanVideo's of diffusers, small, split along the height; inference alone.
 
 --others FOLDER: what others need, in a folder of its own, since their needs would replace the environment's:
-    pip install --no-deps --target FOLDER nvidia-physicsnemo distvae warp-lang tensordict NEEDS...
+    pip install --no-deps --target FOLDER nvidia-physicsnemo warp-lang tensordict NEEDS...
 --distconv CHECKOUT: of github.com/LBANN/DistConv, which needs torch alone.
 """
 
@@ -110,52 +109,17 @@ def trial(way: str, dims: int) -> dict[str, float]:
     return result | {"time": median(seconds[1::2].tolist()) / median(seconds[::2].tolist())}
 
 
-def decoded(way: str) -> dict[str, float]:
-    """Difference of a video that a way decodes, and its time."""
-    from diffusers import AutoencoderKLHunyuanVideo
-
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    sizes = {"latent_channels": 4, "block_out_channels": (16, 16, 32, 32), "layers_per_block": 1, "norm_num_groups": 4}
-    vae, latent = AutoencoderKLHunyuanVideo(**sizes).eval(), torch.randn(1, 4, 3, 16, 8)
-    single = copy.deepcopy(vae)
-    if way == "DistVAE":
-        from distvae.vae import parallelize_decoder
-
-        parallelize_decoder(vae, None)
-    else:
-        strategy = {name: {"h": RANKS} for name in ("conv_in.conv", "up_blocks.*", "conv_out.conv")}
-        options = layerwise.ParallelOptions(profile="cpu", measure_s=0, verbose=False)
-        vae.decoder = layerwise.parallelize(
-            vae.decoder, latent, batch=1, inference=True, strategy=strategy, options=options
-        )
-    times = []
-    with torch.inference_mode():
-        for _ in range(STEPS):
-            for model in (single, vae):
-                dist.barrier()
-                began = time.process_time()
-                video = model.decode(latent).sample
-                times.append(time.process_time() - began)
-        result = {"output": away(video, single.decode(latent).sample)}
-    seconds = torch.tensor(times)
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    return result | {"time": median(seconds[1::2].tolist()) / median(seconds[::2].tolist())}
-
-
 def main() -> None:
     """Print a line for each network and way; a way that raises says what."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--distconv", metavar="CHECKOUT", help="run DistConv, too")
-    parser.add_argument("--others", metavar="FOLDER", help="run ShardTensor and DistVAE, too")
+    parser.add_argument("--others", metavar="FOLDER", help="run ShardTensor, too")
     parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:
         dist.init_process_group("gloo")
         try:
-            case = args.rank[1]
-            result = decoded(args.rank[0]) if case == "decoder" else trial(args.rank[0], int(case))
-            print(json.dumps(result), flush=True)
+            print(json.dumps(trial(args.rank[0], int(args.rank[1]))), flush=True)
         except Exception as error:  # of any library: it is the result
             print(json.dumps({"raises": f"{type(error).__name__}: {' '.join(str(error).split())[:90]}"}), flush=True)
             os._exit(1)  # torchrun ends the other ranks
@@ -164,22 +128,16 @@ def main() -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONPATH": python}
     ways = ["layerwise", "DTensor", "tensor parallel"]
     ways += ["DistConv"] * bool(args.distconv) + ["ShardTensor"] * bool(args.others)
-    races = {**dict.fromkeys(map(str, SIDES), ways), "decoder": ["layerwise", *["DistVAE"] * bool(args.others)]}
-    for case, those in races.items():
-        for way in those:
+    for dims in SIDES:
+        for way in ways:
             command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
-            command += ["-m", "benchmarks.one_sample", "--rank", way, case]
+            command += ["-m", "benchmarks.one_sample", "--rank", way, str(dims)]
             done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
             ranks = [json.loads(line) for line in re.findall(r"\{.*?\}", done.stdout)]
             worst = next((rank for rank in ranks if "raises" in rank), None) or {
                 key: f"{max(rank[key] for rank in ranks):.2g}" for key in ranks[0]
             }
-            print(
-                f"{case}-D" if case.isdigit() else case,
-                way,
-                *(f"{key} {value}" for key, value in worst.items()),
-                flush=True,
-            )
+            print(f"{dims}-D", way, *(f"{key} {value}" for key, value in worst.items()), flush=True)
 
 
 if __name__ == "__main__":

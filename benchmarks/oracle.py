@@ -187,7 +187,7 @@ def main() -> None:
     parser.add_argument("--calibrate", action="store_true", help="print the constants that calibration records give")
     parser.add_argument("--fit", action="store_true", help="fit the growth of hybrids to the check records")
     args = parser.parse_args()
-    records, _ = read_records(RECORDS)
+    records = read_records(RECORDS)
     if args.calibrate:
         given = {runs: framework("chainermnx", runs) for runs in ("bars", "logs")}
         constants = calibrate([r for r in records if r.use == "calibration"], facts, given)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 from statistics import mean
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -22,7 +23,7 @@ from benchmarks.ranks.oracle import STRATEGIES
 from layerwise.oracle.runs import accuracy
 from layerwise.quantities import units
 
-Cell = dict[str, object]
+Cell = dict[str, Any]
 AIM = 0.90
 
 

@@ -12,11 +12,7 @@ longer than --limit is ended, and says so.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import resource
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,6 +21,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common.command import numbers, some_of
+from benchmarks.common.launch import in_a_process, printed
 from benchmarks.planner import Row, optimum_of
 from layerwise.config import SearchSpace
 from layerwise.cost.model import CostModel, CostTables
@@ -38,6 +36,8 @@ from layerwise.search.export import export_costs
 from layerwise.search.solve.narrow import narrow
 
 OURS = {"alexnet": "alexnet", "resnet101": "benchmarks.common.networks:resnet101", "inception3": "inception_v3"}
+PEERS = {"pase": "PaSE", "all": "toulbar2, all", "left": "toulbar2, what is left"}
+TITLES = {"ours": "layerwise", **PEERS}
 SAMPLES = 8  # a GPU: PaSE's default is 128 of all, on 8 and more GPUs
 # PaSE's main, without its printing. CreateGraph(name, batch, -, GPUs, TFLOP/s, GB/s) prices, Processor eliminates.
 PASE = """
@@ -99,61 +99,38 @@ def toulbar2(name: str, gpus: int, which: str) -> Row:
     }
 
 
-def alone(command: list[str], limit_s: int) -> Row | None:
-    """A row in a process of its own, on one core; None where it takes more CPU seconds."""
-    one_core = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    # The soft limit, which ends by a signal of its own: what is killed outright ran out of memory.
-    limited = ["bash", "-c", f'ulimit -S -t {limit_s}; exec "$@"', "bash", *command]
-    done = subprocess.run(limited, capture_output=True, text=True, env=one_core)
-    if done.returncode == -signal.SIGXCPU:
-        return None
-    if done.returncode:
-        why = done.stderr.strip()[-500:] or f"ended with {done.returncode}"
-        raise SystemExit(f"{' '.join(command[:6])[:200]}: {why}")
-    row: Row = json.loads(done.stdout.splitlines()[-1])
-    return row
-
-
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path, nargs="?", help="of PaSE")
     parser.add_argument("--python", default=sys.executable, help="that runs PaSE (default: this one)")
-    parser.add_argument("--models", default="alexnet,resnet101,inception3", help="of PaSE's graphs, with commas")
-    parser.add_argument("--gpus", default="8,16,32", help="with commas")
+    parser.add_argument("--models", type=some_of(OURS), default=list(OURS), metavar=",".join(OURS))
+    parser.add_argument("--gpus", type=numbers, default=[8, 16, 32], metavar="8,16,32")
     parser.add_argument("--limit", type=int, default=300, metavar="SECONDS", help="of CPU, of a row (default 300)")
-    parser.add_argument("--peers", default="pase,all,left", help="pase; toulbar2 on all configurations; on those left")
-    parser.add_argument("--row", nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--peers", type=some_of(PEERS), default=list(PEERS), help="pase; toulbar2 on all configurations; on those left"
+    )
     args = parser.parse_args()
-    if args.row:
-        which, name, gpus = args.row
-        print(json.dumps(ours(name, int(gpus)) if which == "ours" else toulbar2(name, int(gpus), which)))
-        return
-    titles = {"ours": "layerwise", "pase": "PaSE", "all": "toulbar2, all", "left": "toulbar2, what is left"}
-    peers, models = args.peers.split(","), args.models.split(",")
-    for flag, given, known in (("--peers", peers, ("pase", "all", "left")), ("--models", models, tuple(OURS))):
-        if unknown := [word for word in given if word not in known]:
-            parser.error(f"{flag} {unknown[0]!r}: there are {', '.join(known)}")
-    if wrong := [word for word in args.gpus.split(",") if not word.isdecimal() or word == "0"]:
-        parser.error(f"--gpus {wrong[0]!r} is no number of GPUs")
-    if "pase" in peers and (args.checkout is None or not (args.checkout / "scheduler.py").is_file()):
+    if "pase" in args.peers and (args.checkout is None or not (args.checkout / "scheduler.py").is_file()):
         parser.error("give the path of a checkout of github.com/baidu-research/PaSE, or other --peers")
     console = Console(width=140)
     columns = "layers", "configurations", "tables", "search", "both", "times ours", "peak"
-    for name in models:
-        for gpus in args.gpus.split(","):
+    for name in args.models:
+        for gpus in args.gpus:
             table = Table(f"{name} at {gpus}", *columns, box=None)
             least: Row = {}
-            for which in ("ours", *peers):
-                command = [sys.executable, "-m", "benchmarks.peers", "--row", which, name, gpus]
+            for which in ("ours", *args.peers):
                 if which == "pase":  # -O leaves its assertions out, and its checks of tables
-                    given = [str(args.checkout), name, gpus, str(SAMPLES * int(gpus))]
-                    command = [args.python, "-O", "-c", PASE, *given]
-                row = alone(command, args.limit)
+                    given = [str(args.checkout), name, str(gpus), str(SAMPLES * gpus)]
+                    row = printed([args.python, "-O", "-c", PASE, *given], args.limit)
+                elif which == "ours":
+                    row = in_a_process("benchmarks.peers:ours", name, gpus, limit_s=args.limit)
+                else:
+                    row = in_a_process("benchmarks.peers:toulbar2", name, gpus, which, limit_s=args.limit)
                 if row is None and which == "ours":
                     raise SystemExit(f"{name} at {gpus}: ours takes longer than --limit {args.limit}: give it more")
                 if row is None:
-                    table.add_row(titles[which], "", "", "", "", f"> {args.limit} s")
+                    table.add_row(TITLES[which], "", "", "", "", f"> {args.limit} s")
                     continue
                 least = least or row
                 if "optimum_s" in row:  # the same problem; the file has 1e-12 s, and three costs a layer or fewer
@@ -162,7 +139,7 @@ def main() -> None:
                 counts = (f"{row[key]:.0f}" for key in ("layers", "configurations"))
                 times = (units(row[key], "s") for key in ("tables", "search"))
                 shown = (units(both, "s"), f"{both / of_ours:.3g}", units(row["peak"], "B"))
-                table.add_row(titles[which], *counts, *times, *shown)
+                table.add_row(TITLES[which], *counts, *times, *shown)
             console.print(table, "")  # after each, as they may take long
 
 

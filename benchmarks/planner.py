@@ -8,17 +8,16 @@ Neither has the import of the network, nor the choice among the optima by simula
 from __future__ import annotations
 
 import argparse
-import json
 import resource
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common.command import KEPT, Kept, words
 from benchmarks.common.depth_first import depth_first
 from benchmarks.common.launch import in_a_process
 from layerwise.config import SearchSpace
@@ -34,12 +33,11 @@ from layerwise.search.find import search
 from layerwise.search.solve.eliminate import eliminate
 from layerwise.search.solve.narrow import exact_optimum, narrow
 
-NETWORKS = "inception_v3,resnet50,vgg16"
+NETWORKS = ("inception_v3", "resnet50", "vgg16")
 GPUS = "16,64,256"
 PAPER = ["lenet5", "alexnet", "vgg16", "inception_v3"]
 P100 = [(name, n) for n in (4, 16) for name in ("alexnet", "vgg16", "inception_v3", "resnet50")]
 PUBLISHED = {"alexnet": (12.2, 6.1), "vgg16": (14.8, 10.2), "inception_v3": (15.5, 11.2)}  # Jia et al., section 6.3
-alone = partial(in_a_process, "benchmarks.planner")  # a row of a table
 READINGS = {
     "sum": CostOptions("sum", "parameter-server", "free"),
     "connection": CostOptions("connection", "parameter-server", "free"),
@@ -148,52 +146,37 @@ def growth(found: Mapping[tuple[str, int], Row]) -> Iterator[tuple[str, Row]]:
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=NETWORKS, help=f"with commas (default {NETWORKS})")
+    parser.add_argument("--models", type=words, default=NETWORKS, help=f"with commas (default {','.join(NETWORKS)})")
     parser.add_argument(
         "--gpus", type=counts, default=GPUS, help=f"with commas, or 16..1024, the powers of two (default {GPUS})"
     )
     parser.add_argument("--degrees", choices=["2", "divisors"], default="2", help="powers of two, or all divisors")
     parser.add_argument("--profile", default="h100")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="the rows of the first table")
+    parser.add_argument("--json", type=Path, metavar="FILE", help=f"of the first table: {KEPT}")
     parser.add_argument(
         "--depth-first", type=float, default=60, metavar="SECONDS", help="limit of each run (default 60)"
     )
     parser.add_argument("--only", choices=["planner", "paper", "p100", "readings"])
-    parser.add_argument("--row", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.row:
-        kind, name, *rest = args.row
-        if kind == "paper":
-            print(json.dumps(paper(name, float(rest[0]))))
-        elif kind == "p100":
-            print(json.dumps(strategies(name, int(rest[0]))))
-        elif kind == "readings":
-            print(json.dumps(readings(name)))
-        else:
-            print(json.dumps(measure(name, int(rest[0]), *rest[1:])))
-        return
     console = Console(width=120)
     if args.only in (None, "planner"):
-        pairs = [(name, gpus) for name in args.models.split(",") for gpus in args.gpus]
-        found = dict[tuple[str, int], Row]()
-        for name, gpus in pairs:
-            found[name, gpus] = in_a_process(
-                "benchmarks.planner", "planner", name, str(gpus), args.profile, args.degrees
-            )
-            if args.json:  # after each, as they may take long
-                kept = {f"{n} at {g}": row for (n, g), row in found.items()}
-                args.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-        labelled = [(f"{n} at {g}", row) for (n, g), row in found.items()]
-        print_table(console, "CPU seconds of a search", labelled)
+        kept, found = Kept(args.json), dict[tuple[str, int], Row]()
+        for name, gpus in [(name, gpus) for name in args.models for gpus in args.gpus]:
+            key = {"model": name, "gpus": gpus, "profile": args.profile, "degrees": args.degrees}
+            known = kept.find(**key)
+            found[name, gpus] = (
+                known or kept.add(key | {"row": in_a_process("benchmarks.planner:measure", *key.values())})
+            )["row"]
+        print_table(console, "CPU seconds of a search", [(f"{n} at {g}", row) for (n, g), row in found.items()])
         print_table(console, "growth with the number of GPUs N", growth(found))
     if args.only in (None, "paper"):
-        rows = ((name, alone("paper", name, str(args.depth_first))) for name in PAPER)
+        rows = ((name, in_a_process("benchmarks.planner:paper", name, args.depth_first)) for name in PAPER)
         print_table(console, "the paper's table 3", rows)
     if args.only in (None, "p100"):
-        rows = ((f"{name} at {gpus}", alone("p100", name, str(gpus))) for name, gpus in P100)
+        rows = ((f"{name} at {gpus}", in_a_process("benchmarks.planner:strategies", name, gpus)) for name, gpus in P100)
         print_table(console, "the paper's cluster: predicted step times", rows)
     if args.only in (None, "readings"):
-        rows = ((name, alone("readings", name)) for name in PUBLISHED)
+        rows = ((name, in_a_process("benchmarks.planner:readings", name)) for name in PUBLISHED)
         print_table(console, "speed-ups from 1 to 16 GPUs, and those of the best other strategy", rows)
 
 

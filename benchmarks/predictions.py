@@ -13,60 +13,49 @@ that is predicted to be faster is, wherever the measured times differ by more th
 from __future__ import annotations
 
 import argparse
-import json
-import os
 from collections.abc import Sequence
 from itertools import combinations
 from math import ceil, log
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common.launch import launch
+from benchmarks.common.command import KEPT, Kept, some_of, words
+from benchmarks.common.launch import SHARE, equal_quota, launch
 from benchmarks.common.networks import SMALL
 from layerwise.quantities import units
 
-Cell = dict[str, object]
+Cell = dict[str, Any]
 ALIKE = 0.05  # times that differ by less are in no order
 AIM, STANDARD = 0.05, 0.10
-SHARE = 0.8  # of the cores for all ranks together: the rest is the network's, the harness's and the machine's own
 
 
 def run_all(module: str, places: Sequence[tuple[str, str]], args: argparse.Namespace, **more: object) -> list[Cell]:
     """What `module` finds of every network at every (cluster, rate); what --json has already is not run again."""
-    known = Path(args.json) if args.json else None
-    cells: list[Cell] = json.loads(known.read_text()) if known and known.exists() else []
+    kept = Kept(args.json)
     for cluster, rate in places:
-        quota = args.cpu_quota or quota_of(cluster)
+        nodes, ranks = map(int, cluster.split("x"))  # 2x2: two nodes of two ranks
+        quota = args.cpu_quota or equal_quota(nodes * ranks)
         key = {"cluster": cluster, "rate": rate, "cpu_quota": quota}
-        cell = next((cell for cell in cells if key.items() <= cell.items()), None)
+        cell = kept.find(**key)
         left = [name for name in args.only if cell is None or name not in cell["result"]]
         if not left:
             continue
         job = {"networks": left} | more
         job |= {"links_s": args.links_seconds, "layers_s": args.layers_seconds, "plan_s": args.plan_seconds}
-        nodes, ranks = cluster.split("x")  # 2x2: two nodes of two ranks
-        flags = ["--nodes", nodes, "--ranks-per-node", ranks, "--rate", rate]
-        flags += ["--cpu-quota", str(quota), "--timeout", str(args.timeout)]
-        title = f"{cluster} at {rate}"
-        new: Cell = launch(module, job, *flags, title=title, keep_memory=True) | key
+        title, where = f"{cluster} at {rate}", {"quotas": [quota], "timeout_s": args.timeout}
+        new = launch(module, job, title=title, nodes=nodes, ranks_per_node=ranks, rate=rate, **where) | key
         Console(width=170).print(title, details(new), "", sep="\n", highlight=False)
         if cell is None:
-            cells.append(new)
+            kept.add(new)
         else:
             for kind in ("result", "links"):
                 cell[kind] = cell.get(kind, {}) | new[kind]
-        if known:
-            known.write_text(json.dumps(cells))
-    return cells
-
-
-def quota_of(cluster: str) -> float:
-    """The part of a core that is each rank's, idle others or not: as fast as a device of its own."""
-    nodes, ranks = map(int, cluster.split("x"))
-    return SHARE * min(1.0, len(os.sched_getaffinity(0)) / (nodes * ranks))
+            kept.write()
+    return kept.rows
 
 
 def error(row: Cell) -> float:
@@ -163,13 +152,9 @@ def details(cell: Cell) -> Table:
     return result
 
 
-def words(text: str) -> list[str]:
-    return text.split(",")
-
-
 def arguments(p: argparse.ArgumentParser, networks: list[str], clusters: list[str], budgets: Sequence[float]) -> None:
     """What to run, and for how long: budgets of links, layers, steps and of a launch."""
-    p.add_argument("--only", type=words, default=networks, metavar=",".join(SMALL))
+    p.add_argument("--only", type=some_of(SMALL), default=networks, metavar=",".join(SMALL))
     p.add_argument("--clusters", type=words, default=clusters, metavar="1x1,2x1,4x1,2x2")
     p.add_argument(
         "--cpu-quota", type=float, help=f"part of a core a rank (default: an equal part of {SHARE:.0%}% of the cores)"
@@ -179,7 +164,7 @@ def arguments(p: argparse.ArgumentParser, networks: list[str], clusters: list[st
     p.add_argument("--layers-seconds", type=float, default=layers, help="of a network's layers (default: %(default)s)")
     p.add_argument("--plan-seconds", type=float, default=plan, help="timed steps of a plan (default: %(default)s)")
     p.add_argument("--timeout", type=float, default=launch, metavar="S", help="of a launch; what is done then counts")
-    p.add_argument("--json", metavar="FILE", help="write everything; what it has already is not run again")
+    p.add_argument("--json", type=Path, metavar="FILE", help=KEPT)
 
 
 def main() -> None:

@@ -28,6 +28,7 @@ from benchmarks.common.nodes import apart, mount
 from layerwise.checkpoint import STOPPED, latest
 from layerwise.checkpoint.reader import Reader
 from layerwise.plan import load_plan
+from tests.comm.pool import environment
 
 MODEL, RANKS, EVERY, PACE_S, LOOK_S = "mlp:64x256x10", 4, 100, 0.05, 1.0
 PYTHON = (sys.executable, "-W", "ignore", "-m")
@@ -70,9 +71,7 @@ def start(folder: Path, plan: Path, checkpoints: Path, ranks: int, back_s: float
     STORES.append(store)
     started = []
     for rank in range(ranks):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "OMP_NUM_THREADS": 1}
-        place |= {"MASTER_ADDR": "localhost", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        variables = os.environ | {name: str(value) for name, value in place.items()}
+        variables = os.environ | environment(rank, ranks, store.port, agent=True)
         with (folder / f"output{rank}").open("wb") as out:
             started.append(subprocess.Popen(command, env=variables, stdout=out, stderr=out))
     return started

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common.command import some_of
 from benchmarks.common.launch import launch
 from benchmarks.ranks.thesis import DATA, Job
 from layerwise.quantities import units
@@ -35,15 +36,10 @@ PUBLISHED = {
 }
 
 
-def run(nodes: int, job: Job) -> dict[str, dict[str, dict[str, object]]]:
-    """One run on the emulated cluster: by network and strategy."""
-    flags = ["--nodes", str(nodes), "--rate", RATE, "--quiet", "--cpu-quota", str(QUOTA)]
-    result: dict[str, dict[str, dict[str, object]]]
-    result = launch("benchmarks.ranks.thesis", asdict(job), *flags, title=f"{nodes} nodes")
-    return result
+Run = dict[str, dict[str, dict[str, Any]]]  # by network and way
 
 
-def table(name: str, runs: dict[int, dict[str, dict[str, object]]]) -> Table:
+def table(name: str, runs: dict[int, dict[str, dict[str, Any]]]) -> Table:
     """A network's trainings."""
     one = runs[1]["layerwise"]
     heads = ("nodes", "", "training", "step", "efficiency", "loss", "accuracy", "lost", "sent a step")
@@ -72,19 +68,18 @@ def in_short(plan: dict[str, str]) -> str:
 def main() -> None:
     """Run and print."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--only", type=lambda text: text.split(","), default=list(DATA), metavar=",".join(DATA))
+    p.add_argument("--only", type=some_of(DATA), default=list(DATA), metavar=",".join(DATA))
     p.add_argument("--epochs", type=int, default=2)
     p.add_argument("--batch", type=int, default=100, help="samples a step, of all nodes together")
     p.add_argument("--lr", type=float, default=0.1)
     p.add_argument("--dtype", choices=["float32", "float64"], default="float32", help="float64: hardly any rounding")
     p.add_argument("--json", metavar="FILE", help="write everything that was measured")
     args = p.parse_args()
-    if unknown := [name for name in args.only if name not in DATA]:
-        p.error(f"--only: no {unknown[0]!r}, there are {', '.join(DATA)}")
-    runs: dict[int, dict[str, dict[str, dict[str, object]]]] = {}
-    one_s: dict[str, float] = {}
+    runs, one_s = dict[int, Run](), dict[str, float]()
     for nodes in NODES:
-        runs[nodes] = run(nodes, Job(args.only, args.batch, args.epochs, args.lr, args.dtype, one_s))
+        job = Job(args.only, args.batch, args.epochs, args.lr, args.dtype, one_s)
+        title = f"{nodes} nodes"
+        runs[nodes] = launch("benchmarks.ranks.thesis", job, title=title, nodes=nodes, rate=RATE, quotas=[QUOTA])
         if nodes == 1:
             one_s = {name: float(ways["layerwise"]["step_s"]) for name, ways in runs[1].items()}
     console = Console(width=130, highlight=False)

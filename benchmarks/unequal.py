@@ -12,24 +12,22 @@ the sum of speeds: of each rank by itself, for the whole batch, without communic
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common.launch import launch
+from benchmarks.common.command import KEPT, Kept, words
+from benchmarks.common.launch import SHARE, launch
 from benchmarks.ranks.unequal import Job, network_of
-from layerwise.files import write_text
 from layerwise.quantities import units
 
 QUOTAS = ("1:2", "1:1:2", "1:4", "1:2:2:2")
 ONLY = ("alexnet", "unet", "unet2")
-SHARE = 0.8  # of each core, for the ranks on it together
-Cell = dict[str, object]
+Cell = dict[str, Any]
 
 
 def quotas_of(proportion: str, cores: int) -> list[float]:
@@ -43,12 +41,10 @@ def run(network: str, proportion: str, args: argparse.Namespace) -> Cell:
     """One run on the emulated cluster, which measures anew."""
     quotas = quotas_of(proportion, len(os.sched_getaffinity(0)))
     job = Job(network, args.measure_seconds, args.seconds, args.rounds)
-    flags = ["--nodes", str(len(quotas)), "--rate", args.rate, "--quiet", "--cpu-quota", ",".join(map(str, quotas))]
-    flags += ["--timeout", str(args.timeout)]
+    where: dict[str, Any] = {"nodes": len(quotas), "rate": args.rate, "quotas": quotas, "timeout_s": args.timeout}
     with tempfile.TemporaryDirectory() as folder:
         os.environ["LAYERWISE_CACHE"] = folder
-        title = f"{network} at {proportion}"
-        cell: Cell = launch("benchmarks.ranks.unequal", asdict(job), *flags, title=title, keep_memory=True)
+        cell: Cell = launch("benchmarks.ranks.unequal", job, title=f"{network} at {proportion}", **where)
     return cell | {"network": network, "proportion": proportion, "quotas": quotas, "rate": args.rate}
 
 
@@ -76,24 +72,23 @@ def table(cells: list[Cell]) -> Table:
 def main() -> None:
     """Runs the cells, prints a table."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--only", default=",".join(ONLY), help="networks: alexnet, small (1,024 wide), unet, unet256, unet2")
-    p.add_argument("--quotas", default=",".join(QUOTAS), help="proportions of the ranks' quotas of a core")
+    p.add_argument("--only", type=words, default=ONLY, help="alexnet, small (1,024 wide), unet, unet256, unet2")
+    p.add_argument("--quotas", type=words, default=QUOTAS, help="proportions of the ranks' quotas of a core")
     p.add_argument("--rate", default="1gbit")
     p.add_argument("--measure-seconds", type=float, default=120.0, help="for links and layers")
     p.add_argument("--seconds", type=float, default=60.0, help="about how long the timed steps of a cell take")
     p.add_argument("--rounds", type=int, help="of these instead")
     p.add_argument("--timeout", type=float, default=1200.0)
-    p.add_argument("--json", type=Path, help="the figures")
+    p.add_argument("--json", type=Path, metavar="FILE", help=KEPT)
     args = p.parse_args()
-    cells, out = list[Cell](), Console(width=160)
-    for network in args.only.split(","):
-        for proportion in args.quotas.split(","):
-            cells.append(run(network, proportion, args))
-            if args.json:
-                write_text(args.json, json.dumps(cells, indent=1))
-            out.print(table(cells[-1:]))
-            out.print(*cells[-1]["said"], cells[-1]["plans"]["searched"]["plan"], sep="\n", soft_wrap=True)
-    out.print(table(cells))
+    kept, out = Kept(args.json), Console(width=160)
+    for network in args.only:
+        for proportion in args.quotas:
+            if kept.find(network=network, proportion=proportion) is None:
+                kept.add(run(network, proportion, args))
+                out.print(table(kept.rows[-1:]))
+                out.print(*kept.rows[-1]["said"], kept.rows[-1]["plans"]["searched"]["plan"], sep="\n", soft_wrap=True)
+    out.print(table(kept.rows))
 
 
 if __name__ == "__main__":

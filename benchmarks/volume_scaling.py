@@ -10,7 +10,6 @@ Times of the search are CPU times.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
@@ -18,6 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common.command import KEPT, Kept
 from layerwise.config import SearchSpace
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.graph.fuse import fuse
@@ -76,18 +76,14 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", nargs="+", type=int, default=GPUS)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="keeps every row; what it has is not planned again")
+    parser.add_argument("--json", type=Path, metavar="FILE", help=KEPT)
     args = parser.parse_args()
-    rows: list[Row] = json.loads(args.json.read_text()) if args.json and args.json.exists() else []
-    known = {(row["side"], row["gpus"]) for row in rows}
+    kept = Kept(args.json)
     graphs = {side: fuse(load_model(f"unet3d:{side}", 1)) for side in SIDES}
-    for gpus, side in [(g, s) for g in args.gpus for s in SIDES if (s, g) not in known]:
-        rows.append(planned(graphs[side], side, gpus))
-        print(rows[-1], file=sys.stderr, flush=True)
-        rows.sort(key=lambda row: (row["side"], row["gpus"]))
-        if args.json:
-            args.json.write_text(json.dumps(rows, indent=1) + "\n")
-    Console(width=140).print(shown(rows))
+    for gpus, side in [(g, s) for g in args.gpus for s in SIDES if kept.find(side=s, gpus=g) is None]:
+        kept.add(planned(graphs[side], side, gpus))
+        print(kept.rows[-1], file=sys.stderr, flush=True)
+    Console(width=140).print(shown(sorted(kept.rows, key=lambda row: (row["side"], row["gpus"]))))
 
 
 if __name__ == "__main__":

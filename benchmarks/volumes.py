@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from benchmarks.common.command import KEPT, Kept
 from benchmarks.common.volumes import NETWORKS as OWN
 from benchmarks.zoo.example import Example
 from benchmarks.zoo.networks import build
@@ -195,24 +195,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=["*"], metavar="GLOB", help="such as 'monai/*'")
     parser.add_argument("--dtype", default="float64", choices=list(EXACT))
-    parser.add_argument("--json", type=Path, metavar="FILE", help="keeps every row; what it has is not tried again")
+    parser.add_argument("--json", type=Path, metavar="FILE", help=KEPT)
     asked = parser.parse_args()
-    rows: dict[str, Row] = {}
-    if asked.json and asked.json.exists():
-        rows = {one["name"]: Row(**one) for one in json.loads(asked.json.read_text())}
-    for name in [name for name in (*OWN, *ZOO) if any(fnmatch(name, glob) for glob in asked.only)]:
-        if name not in rows:
-            rows[name] = trial(name, OWN[name]() if name in OWN else build(name), asked.dtype)
-            row = rows[name]
-            split = f"{row.size}, {min(row.split.values(), default=0)} of {row.layers} layers split"
-            told = ", ".join(f"{way}: {away:.0e}" for way, away in row.differences.items())
-            planned = (
-                f"gain at {row.planned_at}: {row.gain:.2f}{'' if row.proven else ' (not proven)'}, {row.plan_s:.1f} s"
-            )
-            print(f"{name:32} {split}  {told}  {planned}", *row.said.items(), sep="\n    ", flush=True)
-            if asked.json:
-                asked.json.write_text(json.dumps([asdict(one) for one in rows.values()], indent=1))
-    return int(any(row.said for row in rows.values()))
+    kept = Kept(asked.json)
+    wanted = [name for name in (*OWN, *ZOO) if any(fnmatch(name, glob) for glob in asked.only)]
+    for name in [name for name in wanted if kept.find(name=name) is None]:
+        row = trial(name, OWN[name]() if name in OWN else build(name), asked.dtype)
+        split = f"{row.size}, {min(row.split.values(), default=0)} of {row.layers} layers split"
+        told = ", ".join(f"{way}: {away:.0e}" for way, away in row.differences.items())
+        gain = f"gain at {row.planned_at}: {row.gain:.2f}{'' if row.proven else ' (not proven)'}, {row.plan_s:.1f} s"
+        print(f"{name:32} {split}  {told}  {gain}", *row.said.items(), sep="\n    ", flush=True)
+        kept.add(asdict(row))
+    return int(any(row["said"] for row in kept.rows))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import layerwise
 def main(measure_s: float) -> None:
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     torch.manual_seed(0)
-    vae = AutoencoderKLWan(base_dim=8, z_dim=4, dim_mult=[1, 2, 2], num_res_blocks=1, temperal_downsample=[False, True])
+    vae = AutoencoderKLWan(base_dim=8, z_dim=4, dim_mult=[1, 2], num_res_blocks=1, temperal_downsample=[True])
     vae = vae.double().eval()  # of a pipeline: pipe.vae
     latent = torch.randn(1, 4, 3, 4, 4, dtype=torch.float64)  # samples, channels, frames, height, width
 

@@ -96,7 +96,7 @@ TOGETHER = {
 # The others that take longest: no worker is left alone with one of them at the end.
 FIRST = """
     importers/torch/test_from_torch benchmarks/test_cluster_plan search/overlap/test_cuts volumes/test_training
-    test_package integrations/test_several_nodes cost/test_model importers/onnx/test_exports
+    test_package cost/test_model importers/onnx/test_exports
     cli/test_display cli/test_doctor cost/test_transfer importers/onnx/test_operators
     api/test_planner run/test_memory benchmarks/test_gpu cost/test_memory inference/test_predict
     run/test_autocast volumes/test_loader cli/test_commands cli/test_memory train/test_train run/test_states
@@ -136,6 +136,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()  # PyTorch and the tests themselves: collections pass over what never goes
+    gc.set_threshold(10_000, 10, 10)  # tracing makes many objects, and hardly any in a circle
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

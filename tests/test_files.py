@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from benchmarks.published.records import read_records
 from layerwise.checkpoint.reader import Reader
 from layerwise.errors import LayerwiseError
 from layerwise.files import MAX_DEPTH, check_writable, parse_json, read_json, write_text
@@ -21,7 +20,6 @@ READERS = {
     "plan's text": lambda path: parse_plan(path.read_text(), "plan"),
     "profile": lambda path: load(str(path)),
     "measured runs": read_runs,
-    "records": read_records,
     "checkpoint": lambda path: Reader(path.parent),
     "strategy": lambda path: read_json(path, "strategy"),
 }

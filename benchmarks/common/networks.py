@@ -14,6 +14,9 @@ from layerwise.models.unet3d import UNet3d
 from torch import Tensor, nn
 
 from layerwise.config import SearchSpace
+from layerwise.graph.fuse import fuse
+from layerwise.graph.layer_graph import LayerGraph
+from layerwise.importers.torch.from_torch import from_torch
 
 # Channels of the 3 x 3 convolutions, "M" a pooling. VGG: configuration A (VGG-11) of Simonyan and Zisserman, 2015.
 ALEXNET = (64, "M", 192, "M", 384, 256, 256, "M")
@@ -85,6 +88,12 @@ class Network:
 
     def global_batch(self, ranks: int) -> int:
         return self.batch or self.per_rank * ranks
+
+    def graph(self, ranks: int) -> LayerGraph:
+        """The fused layers at the batch of so many ranks, without values."""
+        with torch.device("meta"):
+            raw = from_torch(self.build(), (torch.empty(2, *self.input_shape),), name=self.title)
+        return fuse(raw.rebatch(self.global_batch(ranks)))
 
     def data(self, batch: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets, the same on every rank: a class an image, or a class a voxel."""

@@ -13,8 +13,6 @@ from pathlib import Path
 from layerwise.errors import LayerwiseError
 from layerwise.plan import nearest
 
-FORMAT = "layerwise-framework"
-
 
 @dataclass(frozen=True, slots=True)
 class Framework:
@@ -35,8 +33,6 @@ class Framework:
     sources: Mapping[str, str] = field(default_factory=dict, hash=False)  # where each number comes from
     gather_after: Mapping[str, str] = field(default_factory=dict, hash=False)  # by model, the last layer cut in space
     name: str = ""  # of what ran
-    profile: str = ""  # where it ran
-    options: Mapping[str, str] = field(default_factory=dict, hash=False)  # how: the optimizer, the element type
 
     def having(self, constants: Mapping[str, float]) -> Framework:
         """The same with other values of some constants."""
@@ -66,9 +62,7 @@ def framework(name: str, runs: str, *, fitted: bool = False) -> Framework:
 
     fitted: also those that check records were fitted to.
     """
-    text = Path(__file__).with_name(f"{name}.json").read_text(encoding="utf-8")
-    document = json.loads(text)
-    assert (document["format"], document["version"]) == (FORMAT, 1), f"{name}.json is of another format"
+    document = json.loads(Path(__file__).with_name(f"{name}.json").read_text(encoding="utf-8"))
     if runs not in document["runs"]:
         raise LayerwiseError(f"framework {name} knows no runs {runs!r}: it has {', '.join(document['runs'])}")
     constants = document["constants"] | document["runs"][runs]["constants"]
@@ -80,6 +74,4 @@ def framework(name: str, runs: str, *, fitted: bool = False) -> Framework:
         sources={key: value["source"] for key, value in (constants | single | gather_after).items()},
         gather_after={key: value["value"] for key, value in gather_after.items()},
         name=document["name"],
-        profile=document["profile"],
-        options=document["options"],
     )

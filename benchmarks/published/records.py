@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import combinations
 from math import exp, log
-
-from layerwise.errors import LayerwiseError
-from layerwise.files import read_json
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,32 +29,10 @@ class Record:
     projected_s: float | None = None  # by the run's own authors
 
 
-def read_records(path: str | os.PathLike[str]) -> tuple[list[Record], dict[str, float]]:
-    """The records of a file, and the seconds a sample of one device by model."""
-    document = read_json(path, "records")
-    if not isinstance(document, dict):
-        raise LayerwiseError(f"records {os.fspath(path)!r}: must be a JSON object")
-    try:
-        rows = [{k: v for k, v in row.items() if k not in ("source", "flags")} for row in document["records"]]
-        single = {row["model"]: float(row["seconds_per_sample"]) for row in document["single_device"]}
-        records = [Record(**row) for row in rows]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise LayerwiseError(f"records {os.fspath(path)!r}: a field is missing or unknown: {error}") from None
-    for number, record in enumerate(records, start=1):
-        for f in fields(Record):
-            value = getattr(record, f.name)
-            if not _fits(value, str(f.type)):
-                where = f"records {os.fspath(path)!r}, record {number}"
-                raise LayerwiseError(f"{where}: {f.name!r} must be {f.type}, above 0, not {str(value)[:40]!r}")
-    return records, single
-
-
-def _fits(value: object, kind: str) -> bool:
-    if value is None:
-        return "None" in kind
-    if kind == "str" or isinstance(value, bool):
-        return kind == "str" and isinstance(value, str)
-    return isinstance(value, int if kind == "int" else int | float) and value > 0
+def read_records(path: Path) -> list[Record]:
+    """The records of a file of this folder, which also says where each is from."""
+    rows = json.loads(path.read_text(encoding="utf-8"))["records"]
+    return [Record(**{key: value for key, value in row.items() if key not in ("source", "flags")}) for row in rows]
 
 
 def log_errors(projected: Sequence[float], measured: Sequence[float]) -> list[float]:

@@ -6,8 +6,6 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-import torch
-
 from benchmarks.common.networks import NETWORKS
 from benchmarks.ranks.predictions import profile_of, with_times
 from benchmarks.ranks.side_by_side import Layers
@@ -16,9 +14,6 @@ from layerwise.config import Config, SearchSpace, States
 from layerwise.cost.model import CostModel, CostOptions, Strategy
 from layerwise.cost.price import measured_share
 from layerwise.cost.timeline.simulate import timeline
-from layerwise.graph.fuse import fuse
-from layerwise.graph.layer_graph import LayerGraph
-from layerwise.importers.torch.from_torch import from_torch
 from layerwise.machine import Profile
 from layerwise.measure.cells import CellTask, wanted_cells
 from layerwise.measure.job import ENOUGH
@@ -33,20 +28,11 @@ OPTIMIZER = "momentum"
 OTHER = 5 << 20  # bytes of a bucket
 
 
-def graph_of(name: str, batch: int) -> LayerGraph:
-    """The network, unfused, with `batch` samples."""
-    network = NETWORKS[name]
-    with torch.device("meta"):
-        module, examples = network.build(), (torch.empty(2, *network.input_shape),)
-    return from_torch(module, examples, name=name).rebatch(batch)
-
-
 def model_of(name: str, profile: Profile, ranks: int) -> CostModel:
     """The cost model of the network at its batch for so many ranks."""
-    batch = NETWORKS[name].global_batch(ranks)
-    io = "sample" if batch >= ranks else "free"
-    graph = fuse(graph_of(name, batch))
-    return CostModel(graph, profile.device_graph(ranks), CostOptions(io=io, optimizer=OPTIMIZER))
+    graph = NETWORKS[name].graph(ranks)
+    options = CostOptions(io="sample" if graph.batch >= ranks else "free", optimizer=OPTIMIZER)
+    return CostModel(graph, profile.device_graph(ranks), options)
 
 
 def space_of(name: str, ranks: int) -> SearchSpace:

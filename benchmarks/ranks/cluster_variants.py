@@ -64,6 +64,7 @@ class Ours(Variant):
     """A plan."""
 
     def __init__(self, network: Network, plan: Plan, comm: Comm) -> None:
+        torch.manual_seed(0)
         self.plan = plan
         module = load(
             plan,

@@ -14,12 +14,12 @@ from statistics import mean
 
 import torch
 from layerwise.models.mlp import mlp
-from torch import nn
 
 from benchmarks.common.networks import Network
 from benchmarks.common.process_grids import study
 from benchmarks.ranks import predictions
-from benchmarks.ranks.predictions import PATIENCE_S, Training, measure, plan_of, profile_of, with_layers
+from benchmarks.ranks.cluster_variants import Ours
+from benchmarks.ranks.predictions import PATIENCE_S, measure, measured_model, plan_of, profile_of
 from layerwise.comm.base import Comm
 from layerwise.comm.start import leave, start
 from layerwise.config import SearchSpace
@@ -62,9 +62,8 @@ def candidates(model: CostModel) -> dict[str, Candidate]:
 
 def first_loss(plan: Plan, network: Network, comm: Comm) -> float:
     """Of the whole batch, at the initial values: the same whatever the plan."""
-    training = Training(plan, network, comm)
     with torch.no_grad():
-        mine = float(nn.functional.cross_entropy(training.module(training.x), training.y))
+        mine = float(Ours(network, plan, comm).loss())
     return mean(json.loads(text) for text in comm.all_gather_text(json.dumps(mine)))
 
 
@@ -74,7 +73,7 @@ def steps(job: Job, comm: Comm, budgets: predictions.Job) -> dict[str, object]:
     rows: list[dict[str, object]] = []
     for width in job.widths:
         network = network_of(width, job.batch)
-        model = with_layers(comm, profile, network, budgets)
+        model = measured_model(comm, profile, network, budgets)[0]
         for grid, one in candidates(model).items():
             plan = plan_of(model, network, one)
             result = measure(plan, network, comm, job.plan_s)

@@ -1,6 +1,6 @@
-"""What each rank of benchmarks.inference runs: one sample's answer by one rank, by all of them, and in MONAI's windows.
+"""What each rank of benchmarks.inference runs: one sample's answer by one rank and by all, in turns on the same links.
 
-All in turns, on the same links. The plan is found by links and layers that are measured on these ranks.
+The plan is the one that `layerwise.parallelize` finds by links and layers which these ranks measure.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,31 +18,15 @@ import torch.distributed as dist
 from layerwise.models.unet3d import UNet3d
 from torch import Tensor, nn
 
+import layerwise
 from benchmarks.common.live import Live
-from benchmarks.ranks.cluster_plan import OPTIMIZER, measured_layers
-from benchmarks.ranks.predictions import profile_of
-from benchmarks.ranks.rank import PATIENCE_S, run
-from benchmarks.ranks.side_by_side import Layers
+from benchmarks.ranks.rank import run
 from benchmarks.zoo.shims import torchvision_operators
-from layerwise.comm.base import Comm
-from layerwise.comm.start import join_default_group
-from layerwise.config import SearchSpace
-from layerwise.cost.model import CostModel, CostOptions
-from layerwise.cost.setting import Strategy
-from layerwise.graph.fuse import fuse
-from layerwise.importers.load import network_of
-from layerwise.importers.torch.proof import left_unproven
-from layerwise.machine import load as load_profile
-from layerwise.machine.devices import DeviceGraph
-from layerwise.plan import Plan
-from layerwise.run.load import load
-from layerwise.run.parallel import ParallelModule
-from layerwise.search.find import candidate, search
-from layerwise.search.make_plan import make_plan
-from layerwise.search.result import Candidate, SearchResult
 
-LINKS = 0.1  # of the time for measuring is for links
 WINDOW, OVERLAP = 64, 0.5  # the overlap that nnU-Net takes, and MONAI's bundles
+Answer = Callable[[], Tensor | None]  # what this rank has of it
+# What is called, its answer, and where that lies; None: it is not compared.
+Way = tuple[nn.Module, Answer, tuple[slice, ...] | None]
 
 
 @dataclass
@@ -51,23 +36,22 @@ class Job:
     network: str
     seconds: float  # of each way's steps
     measure_s: float
+    distvae: bool  # whether to time DistVAE's patches, too
 
 
-def unet() -> tuple[nn.Module, Tensor]:
+def unet(options: layerwise.ParallelOptions, distvae: bool) -> dict[str, Way]:
     """The 3-D U-Net of a quarter of the channels, and a volume of 128 x 128 x 128."""
-    return UNet3d(width=0.25), torch.randn(1, 1, 128, 128, 128)
+    network, x = UNet3d(width=0.25).eval(), torch.randn(1, 1, 128, 128, 128)
+    model = layerwise.parallelize(copy.deepcopy(network), (x,), batch=1, inference=True, options=options)
+    (read,), (made,) = model.read_boxes().values(), model.output_boxes()
+    mine, windows = x[read.slices()].contiguous(), windows_of(x, dist.get_rank(), dist.get_world_size())
 
+    def in_windows() -> None:
+        for where in windows:
+            network(x[where])
 
-def decoder() -> tuple[nn.Module, Tensor]:
-    """HunyuanVideo's decoder of a quarter of the channels, and the latent of 5 frames of 256 x 256."""
-    torchvision_operators()
-    import diffusers
-
-    options = {"block_out_channels": (32, 64, 128, 128), "norm_num_groups": 8, "layers_per_block": 1}
-    return diffusers.AutoencoderKLHunyuanVideo(**options).decoder, torch.randn(1, 16, 2, 32, 32)
-
-
-NETWORKS = {"unet": unet, "decoder": decoder}
+    plan: Way = (model, lambda: model(mine), made.slices())
+    return {"one rank": (network, lambda: network(x), ()), "plan": plan, "windows": (network, in_windows, None)}
 
 
 def windows_of(x: Tensor, rank: int, world: int) -> list[tuple[slice, ...]]:
@@ -80,104 +64,88 @@ def windows_of(x: Tensor, rank: int, world: int) -> list[tuple[slice, ...]]:
     return [(slice(None), slice(None), *where) for where in dense_patch_slices(extents, window, interval)[rank::world]]
 
 
-def timed(step: Callable[[], object], seconds: float, least: int = 2) -> list[float]:
-    """Seconds of at least so many steps between barriers, for about so long, after one that does not count."""
+def video(
+    name: str, sizes: dict[str, Any], shape: tuple[int, ...], options: layerwise.ParallelOptions, distvae: bool
+) -> dict[str, Way]:
+    """One of diffusers' autoencoders of videos, and a latent; its decoder is split."""
+    torchvision_operators()
+    import diffusers
+
+    alone, latent = getattr(diffusers, name)(**sizes).eval(), torch.randn(shape)
+    vaes = {"one rank": alone, "plan": copy.deepcopy(alone)}
+
+    def decoded(vae: Any) -> Tensor:
+        with torch.inference_mode():
+            made: Tensor = vae.decode(latent).sample
+        return made
+
+    call = partial(decoded, vaes["plan"])
+    vaes["plan"].decoder = layerwise.parallelize(vaes["plan"].decoder, call, inference=True, options=options)
+    if distvae:
+        from distvae.vae import parallelize_decoder
+
+        vaes["DistVAE"] = copy.deepcopy(alone)
+        parallelize_decoder(vaes["DistVAE"], dist.group.WORLD)
+    return {way: (vae.decoder, partial(decoded, vae), ()) for way, vae in vaes.items()}
+
+
+# The decoders have a quarter of their channels; 5 and 9 frames of 256 x 256.
+HUNYUAN = {"block_out_channels": (32, 64, 128, 128), "norm_num_groups": 8, "layers_per_block": 1}
+NETWORKS: dict[str, Callable[[layerwise.ParallelOptions, bool], dict[str, Way]]] = {
+    "unet": unet,
+    "hunyuan": partial(video, "AutoencoderKLHunyuanVideo", HUNYUAN, (1, 16, 2, 32, 32)),
+    "wan": partial(video, "AutoencoderKLWan", {"base_dim": 24}, (1, 16, 3, 32, 32)),
+}
+
+
+def timed(step: Callable[[], object], seconds: float) -> list[float]:
+    """Seconds of at least two steps between barriers, for about so long, after one that does not count."""
     times: list[float] = []
     dist.barrier()
-    while len(times) <= least or sum(times[1:]) < seconds:
+    more = [True]
+    while more[0]:
         began = time.perf_counter()
         step()
         dist.barrier()
         times.append(time.perf_counter() - began)
-        more = [len(times) <= least or sum(times[1:]) < seconds]
+        more = [len(times) <= 2 or sum(times[1:]) < seconds]
         dist.broadcast_object_list(more)
-        if not more[0]:
-            break
     return times[1:]
 
 
-def planned(network: nn.Module, x: Tensor, comm: Comm, seconds: float) -> tuple[ParallelModule, Plan]:
-    """The plan that is found by links and layers which these ranks measure, and this rank's part of it.
-
-    Nothing is proven by running, which every rank would do in the same memory: `measure` compares the answer.
-    """
-    devices = profile_of(comm, LINKS * seconds).device_graph(comm.size)
-    model, space = priced(network, x, devices), SearchSpace(comm.size, spread=True)
-    model, _ = measured_layers(model, space, Layers(comm, OPTIMIZER), (1 - LINKS) * seconds)
-    return loaded(model, space, search(model, space), network, x, comm)
+def most(value: float) -> float:
+    """The largest of all ranks."""
+    values = [0.0] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return max(values)
 
 
-def priced(network: nn.Module, x: Tensor, devices: DeviceGraph) -> CostModel:
-    """What an answer costs on these devices."""
-    example = (torch.empty_like(x, device="meta"),)
-    imported = network_of(copy.deepcopy(network).to("meta").eval(), example, 1, "network")
-    return CostModel(fuse(imported.graph), devices, CostOptions(io="boxes", kind="inference"))
-
-
-def loaded(
-    model: CostModel, space: SearchSpace, found: SearchResult | Candidate, network: nn.Module, x: Tensor, comm: Comm
-) -> tuple[ParallelModule, Plan]:
-    """This rank's part of what has been found, and its plan."""
-    plan = make_plan("network", "emulated", model, space, found, fused=True)
-    with left_unproven("its answer is compared"):
-        return load(plan, copy.deepcopy(network), comm=comm, dtype=x.dtype, example_inputs=(x,)), plan
-
-
-def error_of(strategy: Strategy, network: nn.Module, x: Tensor, comm: Comm) -> float:
-    """How far the answer is from one rank's, over its largest value, in float64; by rank 0."""
-    network, x = copy.deepcopy(network).double(), x.double()
-    model = priced(network, x, load_profile("cpu").device_graph(comm.size))
-    found = candidate(model, "double", {layer.name: strategy[layer.name] for layer in model.graph.inner})
-    double, _ = loaded(model, SearchSpace(comm.size, spread=True), found, network, x, comm)
-    with torch.inference_mode():
-        boxes, part = in_boxes(double, x)()
-        alone = network(x) if comm.rank == 0 else None
-    parts: list[Any] = [None] * comm.size
-    dist.all_gather_object(parts, (boxes[comm.rank], part))
-    if alone is None:
-        return 0.0
-    held = [(alone[box.slices()], values) for box, values in parts if box is not None and box.volume]
-    return max(float((there - values).abs().max() / alone.abs().max()) for there, values in held)
-
-
-def in_boxes(model: ParallelModule, x: Tensor) -> Callable[[], Any]:
-    """One answer of the plan: each rank is given its box of the sample and has its box of the answer."""
-    sized = model.sized((tuple(x.shape[1:]),), 1)
-    mine = x[sized.inputs[0].slices()].contiguous()
-    return lambda: sized.run([mine])[0]
-
-
+@torch.inference_mode()
 def measure(job: Job) -> dict[str, object]:
-    """The figures, by rank 0."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    """The figures."""
     torch.manual_seed(0)
-    network, x = NETWORKS[job.network]()
-    network = network.eval()
-    comm = join_default_group(torch.device("cpu"), PATIENCE_S)
     began = time.perf_counter()
-    model, plan = planned(network, x, comm, job.measure_s)
-    planned_s = time.perf_counter() - began
-    times: dict[str, list[float]] = {}
-    with torch.inference_mode():
-        answer = in_boxes(model, x)
-        times["plan"] = timed(answer, job.seconds)
-        times["one rank"] = timed(lambda: network(x) if rank == 0 else None, job.seconds)
-        if job.network == "unet":
-            own = windows_of(x, rank, world)
-            times["windows"] = timed(lambda: [network(x[where]) for where in own], job.seconds)
+    with torch.inference_mode(False):
+        ways = NETWORKS[job.network](layerwise.ParallelOptions(measure_s=job.measure_s, verbose=False), job.distvae)
+    planned_s, rows = time.perf_counter() - began, dict[str, dict[str, float]]()
+    expected = ways["one rank"][1]()
+    assert expected is not None
+    for way, (model, answer, where) in ways.items():
         live = Live([*model.parameters(), *model.buffers()])
         with live:
-            answer()
-        shares = comm.all_gather_object(live.peak)
-    error = error_of(plan.strategy, network, x, comm)
+            found = answer()
+        off = 0.0 if where is None or found is None else (found - expected[where]).abs().max() / expected.abs().max()
+        takes_part = way != "one rank" or dist.get_rank() == 0
+        times = timed(answer if takes_part else lambda: None, job.seconds)
+        rows[way] = {"step_s": statistics.median(times), "error": most(float(off)), "memory": most(live.peak)}
+    parallel = layerwise.of(ways["plan"][0])
+    calls, predicted = getattr(parallel, "calls", None), parallel.plan.predicted
     return {
-        "times": {name: statistics.median(seconds) for name, seconds in times.items()},
-        "predicted_s": plan.predicted["timeline_s"],
-        "memory_bytes": max(shares),
-        "predicted_memory_bytes": plan.predicted["memory_bytes"],
-        "error": error,
+        "ways": rows,
+        "predicted_s": None if calls else predicted["timeline_s"],  # several networks: one plan each
+        "predicted_memory_bytes": calls.memory_bytes if calls else predicted["memory_bytes"],
         "planned_s": planned_s,
-        "strategy": sorted({str(config) for config in plan.strategy.values()}),
+        "strategy": sorted({str(config) for config in parallel.plan.strategy.values()}),
     }
 
 

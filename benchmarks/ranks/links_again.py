@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 
@@ -20,11 +19,11 @@ class LinksAgain:
     """The curves at their knots, and what computation and messages beside it cost each other; what a further message
     costs is not, nor the wait after computation. All ranks do the same. Without links there is nothing to do."""
 
-    def __init__(self, comm: Comm, links: Links | None, operations: Sequence[Operation] = USED) -> None:
+    def __init__(self, comm: Comm, links: Links | None) -> None:
         where = find_topology(comm)
         self.comm, self.none, self.first = comm, links is None, links or Links(())
         self.pairs, self.groups = ({(s.fan, s.load): s for s in kind(where)} for kind in (pairs, shapes))
-        self.curves = [curve for curve in self.first.curves if curve.operation in operations]
+        self.curves = [curve for curve in self.first.curves if curve.operation in USED]
         self.times: list[list[list[float]]] = []  # of each turn and curve the seconds at its knots
         self.overlaps: list[list[Overlap]] = []  # of each turn
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -20,26 +19,20 @@ from torch import nn
 
 from benchmarks.common.networks import Network
 from benchmarks.ranks import predictions
-from benchmarks.ranks.links_again import LinksAgain
 from benchmarks.ranks.pipeline import Pipelined
-from benchmarks.ranks.predictions import OPTIMIZER, Training, each_network, reported
-from benchmarks.ranks.side_by_side import BACKWARD, FORWARD, Layers, Step, segments_of, slowest
+from benchmarks.ranks.predictions import OPTIMIZER, Race, each_network, with_times
+from benchmarks.ranks.side_by_side import BACKWARD, FORWARD, Layers, Step, slowest
 from layerwise.comm.base import Comm
 from layerwise.config import Config
 from layerwise.cost.model import CostModel, CostOptions
-from layerwise.cost.price import basis
 from layerwise.errors import LayerwiseError
-from layerwise.graph.fuse import fuse
-from layerwise.importers.torch.from_torch import from_torch
 from layerwise.machine import Profile
 from layerwise.machine.curves import Links
-from layerwise.machine.layer_times import LayerTimes
 from layerwise.measure.cells import CellTask, Key, wanted_cells
-from layerwise.oracle.ask import plan_of as write_plan
-from layerwise.oracle.phases import price_plan
-from layerwise.oracle.pipeline import cuts_of, pipeline_phases, pipeline_stages, pipelined_s
+from layerwise.oracle.pipeline import cuts_of, pipeline_stages, pipelined_s
 from layerwise.oracle.question import Answer, Oracle, Question
 from layerwise.oracle.strategies import UnreachableError, Wishes, strategy
+from layerwise.search.find import best_cap, candidate
 
 STRATEGIES = ("data", "spatial", "filter", "channel", "df", "ds", "pipeline")
 SEGMENTS = 4
@@ -53,13 +46,10 @@ class Job(predictions.Job):
 
 
 def oracle_of(comm: Comm, profile: Profile, network: Network) -> Oracle:
-    """Of this network on these ranks, by analytic times of layers."""
-    examples = (torch.empty(2, *network.input_shape, device="meta"),)
-    with torch.device("meta"):
-        raw = from_torch(network.build(), examples, name=network.title)
+    """Of this network on these ranks."""
     return Oracle(
         Question(
-            fuse(raw),
+            network.graph(comm.size),
             profile,
             network.global_batch(comm.size),
             "strong",
@@ -71,33 +61,22 @@ def oracle_of(comm: Comm, profile: Profile, network: Network) -> Oracle:
     )
 
 
-def with_times(oracle: Oracle, times: LayerTimes, links: Links | None = None) -> Oracle:
-    """The same question with measured times of layers and, where they are given, of links."""
-    profile = oracle.question.profile
-    profile = replace(profile, layers=(times,), links=links or profile.links)
-    return Oracle(replace(oracle.question, profile=profile))
-
-
-def cells_of(oracle: Oracle, model: CostModel, ranks: int, job: Job) -> list:
+def cells_of(oracle: Oracle, model: CostModel, job: Job) -> list[CellTask]:
     """Of every layer the cells that the strategies leave on a device, and of a pipeline's segments the whole."""
-    wanted: dict[str, dict[Config, None]] = {layer.name: {} for layer in model.graph.layers}
+    wanted: dict[str, list[Config]] = {layer.name: [] for layer in model.graph.layers}
     for name in job.strategies:
-        if name == "pipeline":
-            continue
         try:
-            plans = [strategy(model.graph, name, shape) for shape in oracle.shapes(name, ranks)]
+            shapes = oracle.shapes(name, model.devices.count) if name != "pipeline" else []
         except UnreachableError:
             continue
-        for plan in plans:
-            for layer, config in plan.items():
-                wanted[layer][config] = None
+        for shape in shapes:
+            for layer, config in strategy(model.graph, name, shape).items():
+                wanted[layer].append(config)
     for layer in model.graph.layers:
         if layer.end:
-            wanted[layer.name][model.end_config(layer)] = None
-    cells = dict(wanted_cells(model, {name: tuple(configs) for name, configs in wanted.items()}))
-    if "pipeline" in job.strategies:
-        cells = pipeline_cells(model) | cells
-    return list(cells.values())
+            wanted[layer.name].append(model.end_config(layer))
+    unlike = {name: tuple(dict.fromkeys(configs)) for name, configs in wanted.items()}
+    return list((pipeline_cells(model) | wanted_cells(model, unlike)).values())
 
 
 def pipeline_cells(model: CostModel) -> dict[Key, CellTask]:
@@ -111,7 +90,7 @@ def pipeline_cells(model: CostModel) -> dict[Key, CellTask]:
     return cells
 
 
-def run_pipeline(answer: Answer, network: Network) -> Callable[[], None]:
+def pipeline_step(answer: Answer, network: Network) -> Step:
     """A step of the pipeline, its stages cut where the oracle cuts them. Without dropout, which it refuses."""
     torch.manual_seed(0)
     module = network.build()
@@ -142,69 +121,25 @@ def answers(oracle: Oracle, job: Job, ranks: int) -> dict[str, Answer]:
     return result
 
 
-def priced_anew(answer: Answer, model: CostModel) -> Answer:
-    """The very strategy, or the stages, that an answer is about, by other times of layers."""
-    if answer.priced is None:
-        segments = answer.projection.segments
-        staged = pipeline_stages(model, len(answer.stages), segments, cuts_of(answer.stages))
-        phases, seconds = pipeline_phases(staged, segments, model.devices), pipelined_s(staged, segments, model.devices)
-        projection = replace(answer.projection, phases=phases)
-        return replace(answer, projection=projection, overlapped_s=seconds, stages=staged)
-    inner = {layer.name: answer.priced.strategy[layer.name] for layer in model.graph.inner}
-    priced = price_plan(model, answer.priced.shape, inner)
-    projection = replace(answer.projection, phases=priced.phases)
-    return replace(answer, projection=projection, overlapped_s=priced.overlapped_s, priced=priced)
-
-
-def rows_of(oracle: Oracle, network: Network, comm: Comm, job: Job) -> tuple[dict[str, object], Links]:
+def rows_of(oracle: Oracle, network: Network, comm: Comm, job: Job) -> tuple[dict[str, object], Links | None]:
     """Predicted and measured of every strategy, by steps, layers and links that were timed turn about; those links."""
-    model, layers = oracle.model(comm.size), Layers(comm, OPTIMIZER)
-    cells = cells_of(oracle, model, comm.size, job)
-    layers.take(cells, job.layers_s)
-    oracle = with_times(oracle, layers.known)
-    first = answers(oracle, job, comm.size)
-    trainings = {
-        name: Training(write_plan(network.title, "measured", oracle.model(comm.size), answer), network, comm)
-        for name, answer in first.items()
-        if answer.priced is not None
-    }
-    steps: dict[str, Step] = {
-        name: trainings[name].step if name in trainings else run_pipeline(answer, network)
-        for name, answer in first.items()
-    }
-    assert oracle.question.profile.links is not None
-    again = LinksAgain(comm, oracle.question.profile.links)
-    times, ranks = layers.turn_about(steps, cells, job.plan_s, again.turn)
-    links = again.links()
-    assert links is not None
-    rows: dict[str, object] = {}
-    model = oracle.model(comm.size)
-    for name, answer in first.items():
-        if answer.priced is None:  # its slowest stage is waited for
-            segments = [[(*key, way) for key in pipeline_cells(model) for way in (FORWARD, BACKWARD)]]
-        else:
-            segments = segments_of(model, dict(answer.priced.strategy))
-        now = with_times(oracle, slowest(ranks, segments), links).model(comm.size)
-        answer = priced_anew(answer, now)
-        row = described(answer) | {"measured_s": median(times[name]), "times_s": times[name]}
-        if answer.priced is not None:
-            plan = write_plan(network.title, "measured", now, answer)
-            row |= {"parts": reported(plan, trainings[name], times[name], comm)["parts"]}
-            row |= {"measured_share": basis(now, answer.priced.price).measured}
-        rows[name] = row
-    return rows, links
-
-
-def described(answer: Answer) -> dict[str, object]:
-    """What the oracle says."""
-    phases = answer.projection.phases
-    return {
-        "predicted_s": answer.overlapped_s,
-        "computation_s": phases.computation_s,
-        "communication_s": phases.communication_s,
-        "groups": answer.projection.groups,
-        "grid": dict(answer.shape.grid) if answer.shape else {},
-    }
+    layers, profile = Layers(comm, OPTIMIZER), oracle.question.profile
+    layers.take(cells_of(oracle, oracle.model(comm.size), job), job.layers_s)
+    oracle = Oracle(replace(oracle.question, profile=replace(profile, layers=(layers.known,))))
+    model, asked = oracle.model(comm.size), answers(oracle, job, comm.size)
+    piped = asked.pop("pipeline", None)
+    plans = {name: answer.strategy for name, answer in asked.items() if answer.strategy is not None}
+    compared = {name: candidate(model, name, plan, None, best_cap(model, plan)) for name, plan in plans.items()}
+    race, cells = Race(model, compared, network, comm), pipeline_cells(model) if piped else {}
+    race.run(layers, job.plan_s, {"pipeline": pipeline_step(piped, network)} if piped else {}, cells.values())
+    rows = race.rows()
+    if piped:  # its slowest stage is waited for
+        together = [(*key, way) for key in cells for way in (FORWARD, BACKWARD)]
+        now, segments = with_times(model, slowest(race.ranks, [together]), race.links), piped.projection.segments
+        staged = pipeline_stages(now, len(piped.stages), segments, cuts_of(piped.stages))
+        times = race.times["pipeline"]
+        rows["pipeline"] = {"predicted_s": pipelined_s(staged, segments, now.devices), "measured_s": median(times)}
+    return rows, race.links
 
 
 def main() -> None:

@@ -8,33 +8,30 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 
 import torch
-from torch import nn
 
 from benchmarks.common.networks import SMALL, Network
+from benchmarks.ranks.cluster_variants import Ours
 from benchmarks.ranks.links_again import LinksAgain
 from benchmarks.ranks.parts import parts_of
-from benchmarks.ranks.side_by_side import Layers, block, segments_of, slowest
+from benchmarks.ranks.side_by_side import Layers, Step, block, segments_of, slowest
 from layerwise.api.machine import strategies
 from layerwise.comm.base import Comm
 from layerwise.comm.start import leave, start
 from layerwise.config import SearchSpace
 from layerwise.cost.model import CostModel, CostOptions
-from layerwise.graph.fuse import fuse
-from layerwise.importers.torch.from_torch import from_torch
 from layerwise.machine import Profile, load
 from layerwise.machine.curves import Links
 from layerwise.machine.layer_times import LayerTimes
-from layerwise.measure.cells import wanted_cells
+from layerwise.measure.cells import CellTask, wanted_cells
 from layerwise.measure.links import conditions, measure_links, with_links
 from layerwise.measure.topology import find_topology
 from layerwise.plan import Plan
-from layerwise.run.load import load as load_module
 from layerwise.run.parallel import of
 from layerwise.search.baselines import NAMES, baseline, configurations
 from layerwise.search.find import candidate, search
@@ -74,10 +71,7 @@ def measured_model(comm: Comm, profile: Profile, network: Network, job: Job) -> 
 
     First the layers of the best plan and of the baselines, until nothing of these is missing; then what else there is.
     """
-    examples = (torch.empty(2, *network.input_shape, device="meta"),)
-    with torch.device("meta"):
-        raw = from_torch(network.build(), examples, name=network.title)
-    graph = fuse(raw.rebatch(network.global_batch(comm.size)))
+    graph = network.graph(comm.size)
     node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     options = CostOptions(io="sample", optimizer=OPTIMIZER, local_batch_norm=True)
     layers = Layers(comm, OPTIMIZER)
@@ -91,11 +85,6 @@ def measured_model(comm: Comm, profile: Profile, network: Network, job: Job) -> 
         layers.take(layers.measuring.left(cells), job.layers_s)
         model = with_times(model, layers.known)
     return model, layers
-
-
-def with_layers(comm: Comm, profile: Profile, network: Network, job: Job) -> CostModel:
-    """The same, without the layers."""
-    return measured_model(comm, profile, network, job)[0]
 
 
 def with_times(model: CostModel, times: LayerTimes, links: Links | None = None) -> CostModel:
@@ -122,56 +111,57 @@ def plan_of(model: CostModel, network: Network, one: Candidate) -> Plan:
     return make_plan(network.title, "measured", model, space_of(model, network), one, fused=True)
 
 
-class Training:
-    """A plan's module, its samples and its optimizer."""
-
-    def __init__(self, plan: Plan, network: Network, comm: Comm) -> None:
-        torch.manual_seed(0)
-        examples = (torch.empty(2, *network.input_shape),)
-        self.module = load_module(plan, network.build(), comm=comm, local_batch_norm=True, example_inputs=examples)
-        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=1e-3, momentum=0.9)
-        share = self.module.share(plan.batch)
-        self.x, self.y = (t[share] for t in network.data(plan.batch))
-
-    def step(self) -> None:
-        self.module.train()
-        self.optimizer.zero_grad()
-        nn.functional.cross_entropy(self.module(self.x), self.y).backward()
-        self.optimizer.step()
-
-
 def measure_together(
     model: CostModel, layers: Layers, network: Network, comm: Comm, seconds: float
 ) -> tuple[dict[str, object], Links | None]:
-    """Predicted and measured of every strategy: steps, layers and links turn about: the machine is the same for all.
-    And the links as they then were.
+    """Predicted and measured of every strategy, and the links as they then were.
 
     Strategies are chosen by the times that are known before; what is predicted of them rests on those taken meanwhile.
     """
-    compared = candidates(model, network)
-    trainings = {name: Training(plan_of(model, network, one), network, comm) for name, one in compared.items()}
-    needed = {layer.name: [one.strategy[layer.name] for one in compared.values()] for layer in model.graph.layers}
-    cells = list(wanted_cells(model, needed).values())
-    again = LinksAgain(comm, model.devices.links, ("exchange", "all_reduce", "reduce_scatter"))
-    times, ranks = layers.turn_about({name: t.step for name, t in trainings.items()}, cells, seconds, again.turn)
-    rows: dict[str, object] = {}
-    links = again.links()
-    for name, training in trainings.items():
-        strategy = compared[name].strategy
-        now = with_times(model, slowest(ranks, segments_of(model, strategy)), links)
-        plan = plan_of(now, network, candidate(now, name, strategy))
-        rows[name] = reported(plan, training, times[name], comm)
-    return rows, links
+    race = Race(model, candidates(model, network), network, comm)
+    race.run(layers, seconds)
+    return race.rows(), race.links
+
+
+class Race:
+    """Steps of plans, their layers and links, timed turn about: the machine is the same for all."""
+
+    def __init__(self, model: CostModel, compared: Mapping[str, Candidate], network: Network, comm: Comm) -> None:
+        self.model, self.compared, self.network, self.comm = model, compared, network, comm
+        self.trainings = {name: Ours(network, plan_of(model, network, one), comm) for name, one in compared.items()}
+        self.times: dict[str, list[float]] = {}  # seconds of steps
+        self.ranks: list[LayerTimes] = []  # each rank's times of layers
+        self.links: Links | None = None
+
+    def run(
+        self, layers: Layers, seconds: float, others: Mapping[str, Step] | None = None, cells: Iterable[CellTask] = ()
+    ) -> None:
+        """Times everything. others: steps of no plan, whose layers are the `cells`."""
+        needed = {l.name: [one.strategy[l.name] for one in self.compared.values()] for l in self.model.graph.layers}
+        steps = {name: training.step for name, training in self.trainings.items()} | dict(others or {})
+        every = {cell.key: cell for cell in cells} | wanted_cells(self.model, needed)
+        again = LinksAgain(self.comm, self.model.devices.links)
+        self.times, self.ranks = layers.turn_about(steps, list(every.values()), seconds, again.turn)
+        self.links = again.links()
+
+    def rows(self) -> dict[str, object]:
+        """Predicted, by these times, and measured."""
+        rows: dict[str, object] = {}
+        for name, one in self.compared.items():
+            now = with_times(self.model, slowest(self.ranks, segments_of(self.model, one.strategy)), self.links)
+            plan = plan_of(now, self.network, candidate(now, name, one.strategy, bucket_bytes=one.bucket_bytes))
+            rows[name] = reported(plan, self.trainings[name], self.times[name], self.comm)
+        return rows
 
 
 def measure(plan: Plan, network: Network, comm: Comm, seconds: float) -> dict[str, object]:
     """Predicted and measured of one plan."""
-    training = Training(plan, network, comm)
+    training = Ours(network, plan, comm)
     one = median(block(training.step, 2, comm))
     return reported(plan, training, block(training.step, max(3, round(seconds / one)), comm), comm)
 
 
-def reported(plan: Plan, training: Training, times: Sequence[float], comm: Comm) -> dict[str, object]:
+def reported(plan: Plan, training: Ours, times: Sequence[float], comm: Comm) -> dict[str, object]:
     """What the plan predicts beside what was measured, of the step and, in further steps, of its parts."""
     of(training.module).plan = plan
     of(training.module).trace = trace = Trace()

@@ -116,7 +116,7 @@ class Layers:
         return parse_layers(Field("measured", "", json.loads(text)))[0]
 
 
-def segments_of(model: CostModel, strategy: dict[str, Config]) -> list[list[Part]]:
+def segments_of(model: CostModel, strategy: Mapping[str, Config]) -> list[list[Part]]:
     """What is computed without waiting for another rank in between, in a step's order."""
     spans: list[SimulatedSpan] = []
     timeline(model, strategy, spans.append)

@@ -19,8 +19,6 @@ from layerwise.api.machine import machine_of
 from layerwise.api.planner import Planner, Request
 from layerwise.api.world import World, join
 from layerwise.cost.model import CostModel
-from layerwise.graph.fuse import fuse
-from layerwise.importers.torch.from_torch import from_torch
 from layerwise.plan import Plan, parse_plan
 from layerwise.search.find import search
 from layerwise.search.make_plan import make_plan
@@ -59,9 +57,7 @@ def alone_s(network: Network, batch: int, optimizer_steps: int = ALONE) -> list[
 def plans(name: str, world: World, job: Job) -> tuple[dict[str, Plan], dict[str, object]]:
     """The searched plan and the best one with equal boxes, by what was measured on these ranks; and what to say."""
     network = network_of(name)
-    batch = network.global_batch(world.size)
-    with torch.device("meta"):
-        graph = fuse(from_torch(network.build(), (torch.empty(2, *network.input_shape),), name=name).rebatch(batch))
+    graph = network.graph(world.size)
     options = ParallelOptions(measure_s=job.measure_s, optimizer=OPTIMIZER)
     request = Request(f"benchmarks.common.networks:{name}", world.memory_bytes, options)
     machine = machine_of(graph, world, request, measure=True)

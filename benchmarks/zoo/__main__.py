@@ -7,17 +7,17 @@ was. `make zoo` installs the packages.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from fnmatch import fnmatch
 from pathlib import Path
 
+from benchmarks.common.command import KEPT, Kept
 from benchmarks.zoo.apart import tried
 from benchmarks.zoo.compare import TOLERANCES
 from benchmarks.zoo.networks import names
 from benchmarks.zoo.small import SMALL
 from benchmarks.zoo.table import show, summary, tables
-from benchmarks.zoo.trial import Row, as_json, row_of
+from benchmarks.zoo.trial import as_json, row_of
 
 
 def main() -> int:
@@ -26,7 +26,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=["*"], metavar="GLOB", help="such as 'timm/*'")
     parser.add_argument("--list", action="store_true", help="only name the networks")
     parser.add_argument("--small", action="store_true", help="few networks that must be exact, for CI")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="keeps every row; what it has is not tried again")
+    parser.add_argument("--json", type=Path, metavar="FILE", help=KEPT)
     parser.add_argument("--again", choices=("failed", "all"), help="of FILE, what is tried again nevertheless")
     parser.add_argument("--limit-s", type=float, default=300.0, metavar="SECONDS", help="for a network (default 300)")
     parser.add_argument("--jobs", type=int, default=1, help="networks at a time")
@@ -39,24 +39,15 @@ def main() -> int:
     if asked.list:
         print("\n".join(wanted))
         return 0
-    known = _known(asked.json, asked.again)
-    missing = [name for name in wanted if (name, asked.dtype) not in known]
+    kept = Kept(asked.json)
+    kept.rows = [row for row in kept.rows if not asked.again or (row["exact"] and asked.again == "failed")]
+    missing = [name for name in wanted if kept.find(name=name, dtype=asked.dtype) is None]
     for row in tried(missing, asked.limit_s, asked.jobs, asked.dtype, timed=not asked.untimed):
-        known[row.name, row.dtype] = row
         show(row)
-        if asked.json:
-            asked.json.write_text(json.dumps([as_json(row) for row in known.values()], indent=1))
-    rows = [known[name, asked.dtype] for name in wanted]
+        kept.add(as_json(row))
+    rows = [row_of(told) for name in wanted if (told := kept.find(name=name, dtype=asked.dtype))]
     print(summary(rows), tables(rows), sep="\n")
     return int(any(row.wrong or (asked.small and not row.exact) for row in rows))
-
-
-def _known(file: Path | None, again: str | None) -> dict[tuple[str, str], Row]:
-    """The rows of a file that are not to be tried again, by name and element type."""
-    if file is None or not file.exists() or again == "all":
-        return {}
-    rows = [row_of(row) for row in json.loads(file.read_text())]
-    return {(row.name, row.dtype): row for row in rows if row.exact or again is None}
 
 
 if __name__ == "__main__":

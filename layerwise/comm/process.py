@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from layerwise.comm.base import Comm, CommError, Done, Group, Handle, Members, TrafficKind, all_reduce_bytes, reason
 from layerwise.comm.together import in_thread
-from layerwise.comm.under_way import UnderWay, Waitable
+from layerwise.comm.under_way import UnderWay
 from layerwise.comm.watch import Watch
 from layerwise.errors import LayerwiseError
 
@@ -134,7 +134,7 @@ class ProcessComm(Comm):
             return UnderWay(self, what, batch, [tensor for _, tensor in (*sends, *receives)], silent=True)
         landing = [_on_cpu(tensor, copy=False) for _, tensor in receives]
         leaving = [_on_cpu(tensor, copy=True) for _, tensor in sends]
-        works: list[tuple[str, Waitable]] = []
+        works: list[tuple[str, dist.Work]] = []
         with self.during(what) as now:
             for (peer, _), tensor in zip(receives, landing, strict=True):
                 source, number = self._ranks[peer], self._number(numbered, peer, sent=False)

@@ -249,40 +249,30 @@ def _arrive(
 ) -> None:
     """Waits until all ranks have arrived and agree on what communication needs.
 
-    answer: called with the ranks that are still missing.
+    answer: called with the ranks that may be missing, until all have arrived.
     """
     facts = {"WORLD_SIZE": str(seat.size), "torch version": torch.__version__, "backend": backend}
-    until = time.monotonic() + timeout_s
+    others, until = [rank for rank in range(seat.size) if rank != seat.rank], time.monotonic() + timeout_s
     try:
         if store.add(f"taken/{seat.rank}", 1) > 1:
             raise watch.error(watch.accuse(f"two processes say that they are rank {seat.rank} of {seat.size}"))
         store.set(f"arrived/{seat.rank}", json.dumps(facts))
-        missing = [rank for rank in range(seat.size) if rank != seat.rank]
-        while missing:
-            overdue = time.monotonic() > until
-            if answer is not None:
-                answer(missing)
-            for rank in missing[:]:
-                if store.check([f"arrived/{rank}"]):
-                    missing.remove(rank)
-                    _compare(seat, watch, facts, rank, json.loads(store.get(f"arrived/{rank}")))
-                elif not overdue:
-                    break  # one check at a time is enough
-            watch.check()
-            if missing and overdue:
-                have = "has" if len(missing) == 1 else "have"
-                text = (
-                    f"{ranks(missing, seat.size)} {have} not arrived within {timeout_s:g} s: not started, ended early"
-                )
-                raise watch.error(watch.accuse(f"{text}, or without a way to {seat.address}"))
-            if missing:
+        for index, rank in enumerate(others):
+            while not store.check([f"arrived/{rank}"]):
+                if answer is not None:
+                    answer(others[index:])
+                watch.check()
+                overdue = time.monotonic() > until
+                missing = [other for other in others if not store.check([f"arrived/{other}"])] if overdue else []
+                if missing:
+                    have = f"{ranks(missing, seat.size)} {'has' if len(missing) == 1 else 'have'}"
+                    text = f"{have} not arrived within {timeout_s:g} s: not started, ended early, or without a way to"
+                    raise watch.error(watch.accuse(f"{text} {seat.address}"))
                 time.sleep(POLL_S)
+            theirs = json.loads(store.get(f"arrived/{rank}"))
+            for name, value in facts.items():
+                if theirs.get(name) != value:
+                    text = f"the ranks differ in {name}: {value} on rank {seat.rank}, {theirs.get(name)} on rank {rank}"
+                    raise watch.error(watch.accuse(f"{text}; start every rank in the same way"))
     except RuntimeError as error:  # torch's error about the store
         raise watch.error(watch.find(reason(error))) from error
-
-
-def _compare(seat: Seat, watch: Watch, facts: dict[str, str], rank: int, other: dict[str, str]) -> None:
-    for name, value in facts.items():
-        if other.get(name) != value:
-            text = f"the ranks differ in {name}: {value} on rank {seat.rank}, {other.get(name)} on rank {rank}"
-            raise watch.error(watch.accuse(f"{text}; start every rank in the same way"))

@@ -13,13 +13,6 @@ from torch import Tensor
 from layerwise.comm.together import in_thread
 
 
-class Waitable(Protocol):
-    """A torch work, or a stand-in for several."""
-
-    def wait(self) -> object:
-        """Returns when it has ended. Raises RuntimeError if it fails or takes too long."""
-
-
 class Starter(Protocol):
     """The Comm that has started the operation."""
 
@@ -42,23 +35,24 @@ class UnderWay:
         self,
         comm: Starter,
         what: str,
-        works: Sequence[tuple[str, Waitable]],
+        works: Sequence[tuple[str, dist.Work]],
         tensors: Sequence[Tensor],
         staged: Sequence[tuple[Tensor, Tensor]] = (),
         *,
         silent: bool = False,
     ) -> None:
-        self.comm, self.what, self.works, self.tensors, self.staged = comm, what, works, tensors, staged
-        self.silent = silent
+        self.comm, self.what, self.tensors, self.staged = comm, what, tensors, staged
+        self.last = None if silent or not works else works[-1][1]  # that reports
+        self.waits: Sequence[tuple[str, Callable[[], object]]] = [(now, work.wait) for now, work in works]
 
     def wait(self) -> None:
         """Waits, and copies received data to its destination. With NCCL it returns at once: the GPU waits."""
-        if not self.works:
+        if not self.waits:
             return
-        works, self.works = self.works, ()
+        waits, self.waits = self.waits, ()
         with self.comm.during(self.what) as now:
-            for now[0], work in works:
-                work.wait()
+            for now[0], wait in waits:
+                wait()
         for into, received in self.staged:
             into.detach().copy_(received)
         self.tensors = self.staged = ()
@@ -67,31 +61,24 @@ class UnderWay:
         """Calls `call` from gloo's thread, or one that waits for messages; with NCCL at once, on a
         stream that waits.
         """
-        last = self.works[-1][1] if self.works else None
-        if last is None:
+        waits = self.waits
+
+        def wait_and_call() -> None:
+            for _, wait in waits:
+                wait()
             call()
-        elif isinstance(last, dist.Work) and not self.silent:
-            last.get_future().add_done_callback(lambda _: call())
+
+        if not waits:
+            call()
+        elif self.last is not None:
+            self.last.get_future().add_done_callback(lambda _: call())
         elif self.comm.collectives:
             with torch.cuda.stream(torch.cuda.Stream(self.comm.device)):  # type: ignore[no-untyped-call]
-                for _, work in self.works:
-                    work.wait()
-                call()
+                wait_and_call()
         else:
-            self.works = [(f"in {self.what}", _Waiter([work for _, work in self.works], call))]
+            thread = in_thread(wait_and_call, "layerwise messages")
+            self.waits = [(f"in {self.what}", thread.result)]  # the works' time-outs hold
 
     def __del__(self) -> None:
-        if self.works:
+        if self.waits:
             self.comm.given_up.append(self)
-
-
-class _Waiter:
-    """A thread that waits for works, then calls."""
-
-    def __init__(self, works: Sequence[Waitable], call: Callable[[], None]) -> None:
-        def run() -> None:
-            for work in works:
-                work.wait()
-            call()
-
-        self.wait = in_thread(run, "layerwise messages").result  # the works' time-outs hold

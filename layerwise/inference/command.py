@@ -9,7 +9,7 @@ import os
 import sys
 from functools import partial
 
-from layerwise.cli import MODEL_HELP, Parser, command, console, positive, run_main
+from layerwise.cli import MODEL_HELP, Parser, command, console, positive, run_main, shape
 from layerwise.errors import LayerwiseError
 from layerwise.machine import precision
 from layerwise.plan import Plan, load_plan
@@ -61,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument(
         "--mirror", default="", metavar="DIMS", help="take the mean over volumes mirrored along these, as in dhw"
     )
-    g.add_argument("--window", metavar="DxHxW", help="extents of windows, used even if a volume would fit")
+    g.add_argument("--window", type=shape, metavar="DxHxW", help="extents of windows, used even if a volume would fit")
     g.add_argument(
         "--overlap", type=float, default=0.5, metavar="X", help="overlap of two windows, as a fraction (0.5)"
     )
@@ -101,7 +101,6 @@ def _predict(plan: Plan, args: argparse.Namespace) -> int:
     from layerwise.tensorfile import weights_file
     from layerwise.train.compare import ARITHMETIC
 
-    window = None if args.window is None else _extents(args.window)
     with start(args.timeout) as comm:
         flags = {name: str(value) for name, value in vars(args).items() if name not in ("plan", "weights", "json")}
         comm.handshake(flags)
@@ -109,14 +108,15 @@ def _predict(plan: Plan, args: argparse.Namespace) -> int:
         dtype, autocast = ARITHMETIC[args.dtype]
         load_model = partial(load, plan, args.model, comm=comm, weights=weights, dtype=dtype, autocast=autocast)
         model = load_model().eval().requires_grad_(False)
-        samples = args.data[0] if len(args.data) == 1 and _stacked(args.data[0]) else args.data
+        stacked = len(args.data) == 1 and not args.data[0].lower().endswith((".nii", ".nii.gz"))
+        samples = args.data[0] if stacked else args.data
         done = predict(
             model,
             samples,
             args.out,
             output=args.output,
             reduce=args.reduce,
-            window=window,
+            window=args.window,
             overlap=args.overlap,
             mirror=args.mirror,
             memory_limit=args.memory_limit,
@@ -129,22 +129,6 @@ def _predict(plan: Plan, args: argparse.Namespace) -> int:
                 there = f", {len(done.skipped)} were there" if done.skipped else ""
                 console().print(f"{len(done.written)} written to {args.out}{there}", soft_wrap=True)
     return 0
-
-
-def _stacked(path: str) -> bool:
-    """Returns whether a file contains all samples (samples, ...), not one."""
-    return not path.lower().endswith((".nii", ".nii.gz"))
-
-
-def _extents(text: str) -> tuple[int, ...]:
-    """Returns the numbers of DxHxW."""
-    try:
-        extents = tuple(map(int, text.lower().split("x")))
-    except ValueError:
-        extents = ()
-    if not extents or min(extents) < 1:
-        raise LayerwiseError(f"--window is {text!r}, but must be extents such as 128x128x64")
-    return extents
 
 
 if __name__ == "__main__":

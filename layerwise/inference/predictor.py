@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import product
 from math import prod
 from typing import Literal
@@ -25,9 +24,10 @@ from layerwise.partition.place import Each
 from layerwise.quantities import parse_bytes
 from layerwise.run.parallel import ParallelModule, of
 from layerwise.run.shapes import Sized, Sizes
-from layerwise.train.session import ON_CPU
-from layerwise.volumes.sources import SampleRegion
+from layerwise.train.session import enough_memory
+from layerwise.volumes.sources import SampleSource
 
+MORE_MEMORY = "use a smaller memory limit or window, or more ranks"
 MULTIPLES = (1, 2, 4, 8, 16, 32, 64)  # of extents, which networks with strides require
 Reduce = Literal["argmax", "softmax", "sigmoid"] | Callable[[Tensor], Tensor]
 Boxed = tuple[Each, Tensor | None]  # every rank's box, and this rank's tensor
@@ -95,11 +95,8 @@ class Predictor:
             yield tuple(None if b is None else Box(b.lo[1:], b.hi[1:]) for b in here), sample
 
     def _full(self, numbers: Sequence[int], shapes: Sizes) -> Boxed:
-        regions = [
-            SampleRegion(box_input.source, Box.full(shape))
-            for box_input, shape in zip(self.cases.inputs, shapes, strict=True)
-        ]
-        return self._pass(numbers, of(self.model).sized(shapes, len(numbers)), regions)
+        sources = [box_input.source for box_input in self.cases.inputs]
+        return self._pass(numbers, of(self.model).sized(shapes, len(numbers)), sources)
 
     def _mean(self, numbers: Sequence[int], shapes: Sizes) -> Boxed:
         """Returns one pass over padded samples, or the mean of passes over windows and mirrored samples."""
@@ -155,27 +152,12 @@ class Predictor:
         shape = self.cases.sized(extents)[0]
         raise LayerwiseError(f"the network accepts no samples of shape {shape}, even padded: {refused}")
 
-    def _pass(self, numbers: Sequence[int], sized: Sized, regions: Sequence[SampleRegion]) -> Boxed:
-        read = agree(self.comm, lambda: (self.cases.read(numbers, sized.inputs, regions), None))[0]
-        with self._enough_memory():
+    def _pass(self, numbers: Sequence[int], sized: Sized, sources: Sequence[SampleSource]) -> Boxed:
+        read = agree(self.comm, lambda: (self.cases.read(numbers, sized.inputs, sources), None))[0]
+        kind = CommError if self.comm.size > 1 else LayerwiseError  # it ends all ranks that compute together
+        with enough_memory(of(self.model).plan, of(self.model).comm.rank, MORE_MEMORY, kind):
             boxes, x = sized.run(read)[self.output]
         return boxes, None if boxes[self.comm.rank] is None else x  # a rank without a box has an empty tensor
-
-    @contextmanager
-    def _enough_memory(self) -> Iterator[None]:
-        """A context that turns torch's out-of-memory errors into one error, which ends all ranks
-        that compute together.
-        """
-        try:
-            yield
-        except (MemoryError, RuntimeError) as error:
-            if not isinstance(error, MemoryError | torch.OutOfMemoryError) and ON_CPU not in str(error):
-                raise
-            kind = CommError if self.comm.size > 1 else LayerwiseError
-            raise kind(
-                f"rank {of(self.model).comm.rank} ran out of memory: use a smaller memory limit or window, or more "
-                "ranks"
-            ) from error
 
     def _reduced(self, boxes: Each, x: Tensor | None) -> Boxed:
         """Returns a prediction as it is written: float32, unless it is integers."""

@@ -70,23 +70,13 @@ class Results(ABC):
 
     def _first(self, act: Callable[[], object], what: str) -> None:
         """Makes rank 0 do this, however long it takes, while the others wait."""
-
-        def guarded() -> None:
-            with foreign(what):
-                act()
-
-        alone(self.comm, guarded)
+        alone(self.comm, foreign(what)(act))
 
     def _in_turns(self, act: Callable[[], object], what: str, turn: object) -> None:
         """Makes ranks of the same `turn` do this together, turn by turn; if it fails on one rank, all raise."""
-
-        def guarded() -> tuple[None, None]:
-            with foreign(what):
-                act()
-            return None, None
-
+        guarded = foreign(what)(act)
         for each in dict.fromkeys(self.comm.all_gather_object(turn)):
-            agree(self.comm, guarded if turn == each else lambda: (None, None))
+            agree(self.comm, (lambda: (guarded(), None)) if turn == each else lambda: (None, None))
 
 
 class NpyFolder(Results):

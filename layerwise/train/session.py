@@ -239,6 +239,7 @@ class Session:
         return notes
 
 
+MORE_MEMORY = "search for more GPUs, a smaller batch or other --dims, or use --checkpoint-activations"
 ON_CPU = "DefaultCPUAllocator"  # torch's error on a CPU is a RuntimeError that names this
 
 
@@ -248,8 +249,10 @@ def peak_resident_bytes() -> int:
 
 
 @contextmanager
-def enough_memory(plan: Plan, rank: int) -> Iterator[None]:
-    """A context that turns torch's out-of-memory errors into a LayerwiseError."""
+def enough_memory(
+    plan: Plan, rank: int, remedy: str = MORE_MEMORY, kind: type[LayerwiseError] = LayerwiseError
+) -> Iterator[None]:
+    """A context that turns torch's out-of-memory errors into one of this kind, with what to do."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -257,7 +260,5 @@ def enough_memory(plan: Plan, rank: int) -> Iterator[None]:
             raise
         predicted = plan.predicted.get("memory_bytes")
         need = "" if predicted is None else f" (the plan predicts {predicted / 1e9:.3g} GB, beside PyTorch itself)"
-        raise LayerwiseError(
-            f"rank {rank} ran out of memory{need}: search for more GPUs, a smaller batch or other --dims, or use "
-            f"--checkpoint-activations; {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        ) from error
+        first = str(error).partition("\n")[0]
+        raise kind(f"rank {rank} ran out of memory{need}: {remedy}; {type(error).__name__}: {first}") from error

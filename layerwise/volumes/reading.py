@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -155,7 +155,7 @@ class _Drawn:
     """The crop of one sample: where it begins, and which dimensions are mirrored, by label."""
 
     begins: dict[str, int]
-    mirrored: set[str] = field(default_factory=set)
+    mirrored: set[str]
 
     def of(self, feed: BoxInput) -> tuple[tuple[slice, ...], tuple[int, ...]]:
         """The slices to read of an input's sample, and which dimensions of the result are mirrored."""

@@ -74,9 +74,7 @@ def main() -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 16, 10))
         before |= {name: value for name, value in state().items() if name == "random numbers"}
-        options = layerwise.ParallelOptions(
-            measure_s=1, verbose=False
-        )  # of what a strategy for some layers leaves to be searched
+        options = layerwise.ParallelOptions(measure_s=0.2, verbose=False)  # of the layers that are left to be searched
         layerwise.parallelize(model, torch.zeros(4, 3, 4, 4), strategy=strategy, options=options)
         now = state()
         known = before["loggers"]

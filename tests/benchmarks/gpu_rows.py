@@ -8,7 +8,7 @@ from benchmarks.gpu.rows import Found, Row, Setting
 
 def rows(setting: Setting) -> list[Row]:
     """One raises, one takes its process with it, one hangs, and one is well."""
-    return [Row("raises", raises), Row("ends", lambda: os._exit(3)), Row("hangs", hangs, 6.0), Row("is well", well)]
+    return [Row("raises", raises), Row("ends", lambda: os._exit(3)), Row("hangs", hangs, 3.0), Row("is well", well)]
 
 
 def raises() -> Found:

@@ -8,6 +8,7 @@ from typing import cast
 
 import pytest
 
+from benchmarks.common.networks import Network
 from benchmarks.ranks import cluster_plan
 from benchmarks.ranks.cluster_plan import ENOUGH, along, measured_model, model_of, plans, priced_anew, space_of
 from benchmarks.ranks.side_by_side import MODE
@@ -25,12 +26,12 @@ from layerwise.search.find import search
 
 CPU = load("cpu")  # a link of 1 Gb/s between devices: below
 CPU = replace(CPU, levels=tuple(replace(level, latency_s=1e-4, bandwidth_bytes_per_s=1e8) for level in CPU.levels))
-graph_of = cache(cluster_plan.graph_of)
+graph = cache(Network.graph)
 
 
 @pytest.fixture(autouse=True)
 def _traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster_plan, "graph_of", graph_of)
+    monkeypatch.setattr(Network, "graph", graph)
 
 
 def test_all_layers_are_split_along_depth_as_far_as_they_have_slices() -> None:

@@ -6,17 +6,18 @@ from pathlib import Path
 import pytest
 
 from benchmarks import peers
+from benchmarks.common.launch import printed
 
 
 def test_what_takes_too_long_is_not_what_is_killed() -> None:
-    assert peers.alone([sys.executable, "-c", "while True: pass"], 1) is None
+    assert printed([sys.executable, "-c", "while True: pass"], 1) is None
     with pytest.raises(SystemExit, match="ended with -9"):
-        peers.alone(["bash", "-c", "kill -9 $$"], 5)
+        printed(["bash", "-c", "kill -9 $$"], 5)
 
 
 def test_others_are_not_told_beside_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "scheduler.py").touch()
-    monkeypatch.setattr(peers, "alone", lambda *_: None)
+    monkeypatch.setattr(peers, "in_a_process", lambda *_, **__: None)
     monkeypatch.setattr(sys, "argv", ["peers", str(tmp_path), "--models", "alexnet", "--gpus", "8"])
     with pytest.raises(SystemExit, match="alexnet at 8: ours takes longer than --limit 300"):
         peers.main()

@@ -16,6 +16,7 @@ from layerwise.__main__ import dispatch
 from layerwise.checkpoint import save
 from layerwise.commands.export import export
 from layerwise.errors import LayerwiseError
+from tests.checkpoint.runs import equal
 from tests.comm.thread import ThreadComm, run_threads
 from tests.run.cut_modules import CutModule, cutting
 
@@ -59,10 +60,6 @@ def run(tmp_path: Path) -> tuple[Path, nn.Module]:
 
     run_threads(4, rank)
     return tmp_path / "run", model
-
-
-def equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(a[n].dtype == b[n].dtype and torch.equal(a[n], b[n]) for n in a)
 
 
 def test_the_original_model_takes_it(run: tuple[Path, nn.Module], tmp_path: Path) -> None:

@@ -86,18 +86,6 @@ def test_a_handler_of_the_users_own_stays() -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_outside_of_the_main_thread_nothing_is_taken() -> None:
-    def elsewhere() -> None:
-        with handled(noted, *BOTH):
-            seen.extend(signal.getsignal(number) for number in BOTH)
-
-    seen: list[object] = []
-    thread = threading.Thread(target=elsewhere)
-    thread.start()
-    thread.join()
-    assert seen == [signal.SIG_DFL] * 2
-
-
 def test_within_another_it_takes_nothing_and_leaves_the_protection() -> None:
     told: list[bool] = []
 
@@ -122,13 +110,13 @@ def test_in_another_thread_nothing_is_taken_and_sigterm_ends_as_ever() -> None:
 
     def take() -> None:
         with SaveSignals(Told()).taken():
-            done.append(True)
+            seen.extend(signal.getsignal(number) for number in BOTH)
 
-    done: list[bool] = []
+    seen: list[object] = []
     thread = threading.Thread(target=take)
     thread.start()
     thread.join()
-    assert done
+    assert seen == [signal.SIG_DFL] * 2
 
 
 def test_a_handler_that_the_user_has_set_since_decides() -> None:

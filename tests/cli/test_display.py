@@ -119,14 +119,16 @@ def test_units() -> None:
 
 
 def test_broken_pipe() -> None:
+    """Of a process each, forked from one that has imported what they need."""
+    script = "import sys, os\nfrom layerwise.cli import console, run_main\n"
     for code in ("sys.stdout.write('x' * 10**6)", "print('x')", "console().print('x\\n' * 10**5)"):
-        script = f"import sys, os\nfrom layerwise.cli import console, run_main\ndef main(argv):\n    {code}\n"
-        script += "sys.exit(run_main(main))"
-        read, write = os.pipe()
-        os.close(read)
-        done = subprocess.run([sys.executable, "-c", script], stdout=write, stderr=subprocess.PIPE, timeout=60)
-        os.close(write)
-        assert (done.returncode, done.stderr) == (0, b""), code
+        script += f"if not (child := os.fork()):\n    sys.exit(run_main(lambda _: {code}))\n"
+        script += f"assert os.waitpid(child, 0)[1] == 0, {code!r}\n"
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-c", script], stdout=write, stderr=subprocess.PIPE, timeout=60)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_ascii_terminal_and_exit_code() -> None:

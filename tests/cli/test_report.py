@@ -9,6 +9,13 @@ import pytest
 from layerwise.search.report.traces import differences, read_trace
 from tests.cli.conftest import Run
 
+LONG = """
+from collections import OrderedDict
+from torch import nn, ones
+def network():
+    names = [f"features_dense_block_{i}_of_a_layer_with_a_long_name" for i in range(6)]
+    return nn.Sequential(OrderedDict((name, nn.Linear(8, 8)) for name in names)), (ones(2, 8),)
+"""
 LENET = ("search", "lenet5", "--gpus", "2", "--profile", "p100", "--global-batch", "64", "--effort", "quick")
 
 
@@ -50,10 +57,11 @@ def test_what_is_no_trace_is_refused(run: Run, refuse: Run, here: Path) -> None:
         assert words in refuse("report", "plan.json", "--measured", "t.json")
 
 
-def test_no_column_is_lost(run: Run) -> None:
+def test_no_column_is_lost(run: Run, here: Path) -> None:
     """Of the tables of a network with long names, written to a pipe."""
-    run("search", "densenet121", *LENET[2:], "--out", "plan.json")
-    lines = [line.split() for line in run("report", "plan.json").splitlines()]
+    (here / "networks.py").write_text(LONG)
+    run("search", "networks:network", *LENET[2:], "--out", "plan.json")
+    lines = [line.split() for line in run("report", "plan.json", "--model", "networks:network").splitlines()]
     assert ["layer", "configuration", "devices", "t_C", "t_X", "in", "t_S", "memory"] in lines
     assert ["from", "to", "tensor", "transfer", "sent"] in lines
 

@@ -26,3 +26,4 @@ with contextlib.suppress(ImportError):
 if not torch.backends.cuda.is_built():  # then autograd has threads after a first backward pass, which forked ranks lack
     network_of(torch.nn.Linear(1, 1), (torch.zeros(2, 1),), None, "first")  # a first export imports much
 gc.freeze()  # the ranks' garbage collections pass over all of this
+gc.set_threshold(10_000, 10, 10)

@@ -100,7 +100,15 @@ class ThreadComm(Comm):
             if tensor.numel():
                 tensor.detach().fill_(77)  # for who reads it too early
                 expected.append((peer, tensor, self._number(stream or kind, peer, False)))
-        return _Exchange(self, sent, expected, stream or kind, f"{kind} {what}")
+
+        def end() -> None:
+            for tensor, version in sent:
+                assert _writes(tensor) == version, f"{kind} {what}: a tensor was written to on its way"
+            for peer, tensor, number in expected:
+                came = self._take(_use(stream or kind), (), peer, f"{kind} {what}", number)
+                self._fill(tensor, came, f"{kind} {what}")
+
+        return _UnderWay(end)
 
     def _number(self, kind: TrafficKind, peer: int, sent: bool) -> int:
         self._numbers[_use(kind), sent, peer] += 1
@@ -119,7 +127,18 @@ class ThreadComm(Comm):
         for peer in group:
             if peer != self.rank:
                 self._put(use, group, peer, what, mine)
-        return _Sum(self, tensor, mine, group, use, what)
+
+        def end() -> None:
+            total: Tensor | None = None
+            for rank in group:
+                part = mine
+                if rank != self.rank:
+                    self._fill(part := torch.empty_like(mine), self._take(use, group, rank, what), what)
+                total = part.clone() if total is None else total.add_(part)
+            assert total is not None
+            tensor.detach().copy_(total)
+
+        return _UnderWay(end)
 
     def all_gather_text(self, text: str) -> list[str]:
         """A text to everybody, and one from everybody."""
@@ -162,66 +181,23 @@ def _writes(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-class _Exchange:
-    """Messages under way."""
+class _UnderWay:
+    """An operation under way: what the others have put in is taken, by `end`, at the first wait."""
 
-    def __init__(
-        self,
-        comm: ThreadComm,
-        sent: list[tuple[Tensor, int]],
-        expected: list[tuple[int, Tensor, int]],
-        stream: TrafficKind,
-        what: str,
-    ) -> None:
-        self.comm, self.sent, self.expected, self.stream, self.what = comm, sent, expected, stream, what
+    def __init__(self, end: Callable[[], None]) -> None:
+        self.end: Callable[[], None] | None = end
         self.calls: list[Callable[[], None]] = []
 
     def wait(self) -> None:
         """Takes what the others have put in."""
-        for tensor, version in self.sent:
-            assert _writes(tensor) == version, f"{self.what}: a tensor was written to on its way"
-        for peer, tensor, number in self.expected:
-            came = self.comm._take(_use(self.stream), (), peer, self.what, number)
-            self.comm._fill(tensor, came, self.what)
-        self.sent, self.expected = [], []
-        for call in self.calls:
-            call()
-        self.calls.clear()
+        end, self.end = self.end, None
+        if end is not None:
+            end()
+        while self.calls:
+            self.calls.pop(0)()
 
     def when_done(self, call: Callable[[], None]) -> None:
-        """At the end of the wait: messages are taken there."""
-        self.calls.append(call)
-
-
-class _Sum:
-    """An all-reduce under way."""
-
-    def __init__(self, comm: ThreadComm, tensor: Tensor, mine: Tensor, group: Group, use: str, what: str) -> None:
-        self.comm, self.tensor, self.mine, self.group, self.use, self.what = comm, tensor, mine, group, use, what
-        self.calls: list[Callable[[], None]] = []
-        self.ended = False
-
-    def wait(self) -> None:
-        """Takes what the others have put in, and adds."""
-        if self.ended:
-            return
-        self.ended = True
-        total: Tensor | None = None
-        for rank in self.group:
-            if rank == self.comm.rank:
-                part = self.mine
-            else:
-                part = torch.empty_like(self.mine)
-                self.comm._fill(part, self.comm._take(self.use, self.group, rank, self.what), self.what)
-            total = part.clone() if total is None else total.add_(part)
-        assert total is not None
-        self.tensor.detach().copy_(total)
-        for call in self.calls:
-            call()
-        self.calls.clear()
-
-    def when_done(self, call: Callable[[], None]) -> None:
-        """At the end of the wait: the sum is made there."""
+        """At the end of the wait."""
         self.calls.append(call)
 
 

@@ -87,7 +87,7 @@ ALL = networks.windows() | networks.views() | networks.branches() | networks.seq
 
 
 @given(ALL, brute.machines(), st.data())
-@examples(70)
+@examples(40)
 def test_transfers_are_those_of_every_element(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) -> None:
     """Halos, views, concats, followers, tied parameters, attention and scalars."""
     check_network(network, graph, data)

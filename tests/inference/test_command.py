@@ -62,7 +62,7 @@ def test_one_line_for_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
     wrong = {
         "no such file": {"--weights": "none.safetensors"},
         "does not exist": {"--data": "none.npy"},
-        "must be extents such as": {"--window": "4x"},
+        "'4x' is not sizes joined by x": {"--window": "4x"},
         "overlap is 1.0; it must be at least 0, below 1": {"--overlap": "1"},
     }
     for said, flags in wrong.items():

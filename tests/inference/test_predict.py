@@ -103,16 +103,21 @@ def check(folder: Path, wanted: Sequence[np.ndarray[Any, Any]]) -> None:
         np.testing.assert_allclose(np.load(folder / f"sample_{number:05d}.npy"), one, rtol=1e-5, atol=1e-6)
 
 
-def in_windows(x: np.ndarray[Any, Any], window: tuple[int, ...], overlap: float) -> np.ndarray[Any, Any]:
+def in_windows(
+    x: np.ndarray[Any, Any],
+    window: tuple[int, ...],
+    overlap: float,
+    one: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]] = one_pass,
+) -> np.ndarray[Any, Any]:
     """The Gaussian mean over windows, as sliding windows on one device compute it."""
     large = [max(n, w) for n, w in zip(x.shape[1:], window, strict=True)]
     before = [(m - n) // 2 for m, n in zip(large, x.shape[1:], strict=True)]
     padded = np.pad(x, [(0, 0), *((b, m - n - b) for b, m, n in zip(before, large, x.shape[1:], strict=True))])
-    total, weight = np.zeros((3, *large)), np.zeros(large)
+    total, weight = np.zeros((len(one(x)), *large)), np.zeros(large)
     gaussian = np.maximum(np.einsum("a,b,c->abc", *map(profile, window)), LEAST)
     for place in starts(large, window, overlap):
         here = tuple(slice(p, p + w) for p, w in zip(place, window, strict=True))
-        total[(slice(None), *here)] += one_pass(padded[(slice(None), *here)]) * gaussian
+        total[(slice(None), *here)] += one(padded[(slice(None), *here)]) * gaussian
         weight[here] += gaussian
     mean = total / weight
     return mean[(slice(None), *(slice(b, b + n) for b, n in zip(before, x.shape[1:], strict=True)))]
@@ -428,30 +433,21 @@ def test_several_inputs(window: tuple[int, ...] | None, tmp_path: Path) -> None:
     run_threads(2, run_rank)
 
     @torch.no_grad()
-    def one(parts: list[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+    def one(images: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """The mean of both ways, of extents that are padded to even ones on both sides."""
-        rest = [n % 2 for n in parts[0].shape[2:]]
-        padded = [np.pad(p, [(0, 0), (0, 0), *((r // 2, r - r // 2) for r in rest)]) for p in parts[:2]]
+        rest = [n % 2 for n in images.shape[1:]]
+        padded = np.pad(images, [(0, 0), *((r // 2, r - r // 2) for r in rest)])[None]
+        parts = padded[:, :1], padded[:, 1:]
         made = [
-            np.flip(model(*(torch.from_numpy(np.flip(p, way).copy()) for p in padded), given).numpy(), way)
+            np.flip(model(*(torch.from_numpy(np.flip(p, way).copy()) for p in parts), given).numpy(), way)
             for way in ((), (4,))
         ]
-        inside = tuple(slice(r // 2, r // 2 + n) for r, n in zip(rest, parts[0].shape[2:], strict=True))
+        inside = tuple(slice(r // 2, r // 2 + n) for r, n in zip(rest, images.shape[1:], strict=True))
         result: np.ndarray[Any, Any] = (sum(made) / 2)[(0, slice(None), *inside)]
         return result
 
-    given = torch.from_numpy(samples[2])
-    if window is None:
-        wanted = one(samples[:2])
-    else:
-        total, weight = np.zeros((4, *shape)), np.zeros(shape)
-        gaussian = np.maximum(np.einsum("a,b,c->abc", *map(profile, window)), LEAST)
-        for place in starts(shape, window, 0.5):
-            here = tuple(slice(p, p + n) for p, n in zip(place, window, strict=True))
-            total[(slice(None), *here)] += one([s[(slice(None), slice(None), *here)] for s in samples[:2]]) * gaussian
-            weight[here] += gaussian
-        wanted = total / weight
-    check(tmp_path / "a", [wanted])
+    given, images = torch.from_numpy(samples[2]), np.concatenate([samples[0][0], samples[1][0]])
+    check(tmp_path / "a", [one(images) if window is None else in_windows(images, window, 0.5, one)])
 
 
 def test_functions_are_told_apart() -> None:

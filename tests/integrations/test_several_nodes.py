@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.comm.launch import ROOT
 from tests.train.command import environment, save_plans
 
@@ -17,6 +19,7 @@ COMMANDS = {
 }
 
 
+@pytest.mark.slow  # four processes import torch; the recipe of tests/train/test_signals.py is like it
 def test_slurm_starts_torchrun_on_two_nodes(tmp_path: Path) -> None:
     page = (ROOT / "docs/how-to/several_nodes.md").read_text()
     script = re.search(r"```bash\n(#!/bin/bash\n#SBATCH.*?)```", page, re.DOTALL)

@@ -164,8 +164,8 @@ def planned(found: LayerGraph, chosen: dict[str, Config], ranks: int) -> Plan:
 ALL = ("data", "spatial", "filter", "channel", "df", "ds")
 RUNS = [("convolutional", name, ranks) for name in ALL for ranks in (2, 4)]
 # A network with residuals, and a volume of two samples: there hybrids and space are new.
-RUNS += [("resnet18", "df", 4), ("resnet18", "ds", 4), ("unet3d", "spatial", 4)]
-MORE = [("resnet18", name, 4) for name in ALL[:4]] + [("unet3d", "data", 2), ("unet3d", "ds", 4)]
+RUNS += [("resnet18", "ds", 4), ("unet3d", "spatial", 4)]
+MORE = [("resnet18", name, 4) for name in ALL[:5]] + [("unet3d", "data", 2), ("unet3d", "ds", 4)]
 SLOW = [pytest.param(*run, marks=pytest.mark.slow) for run in MORE]
 
 

@@ -21,12 +21,12 @@ from layerwise.run.load import load
 from layerwise.run.parallel import of
 from layerwise.trace import Trace
 from tests.comm.thread import run_threads
-from tests.run.plans import SMALL, Case, random_plan, recomputed, small
+from tests.run.plans import Case, random_plan, recomputed, small
 from tests.run.small_modules import loss
 
 RANKS = 2
 WHAT = ("compute", "transfers")
-CASES = ("awkward", *SMALL)
+CASES = ("awkward", "lenet5", "resnet18", "unet3d")
 
 
 def program_of(plan: Plan, graph: LayerGraph, ranks: int) -> Program:

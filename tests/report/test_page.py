@@ -13,10 +13,7 @@ import torch
 from torch import nn
 
 from layerwise.config import SearchSpace
-from layerwise.cost.memory.course import course
-from layerwise.cost.memory.step import peak_bytes
 from layerwise.cost.model import CostModel
-from layerwise.cost.price import complete
 from layerwise.cost.timeline.shares import shares
 from layerwise.cost.timeline.simulate import step_spans, timeline
 from layerwise.graph.fuse import fuse
@@ -104,14 +101,6 @@ def test_the_shares_of_layers_are_the_step(name: str) -> None:
         step_s = sum(found.total(part) for part in ("compute", "transfers", "sync", "statistics"))
         assert step_s == pytest.approx(timeline(model, strategy).total_s)
         assert found.total("sync") >= timeline(model, strategy).exposed_sync_s * 0.99
-
-
-def test_the_fullest_instant_is_the_peak() -> None:
-    for network in ("vgg16", "unet3d:32"):
-        model = CostModel(fuse(load_model(network, 64)), load("p100").device_graph(4))
-        for strategy in baselines(model, SearchSpace(4)).values():
-            strategy = complete(model, strategy)
-            assert sum(course(model, strategy).peak.values()) == peak_bytes(model, strategy).max()
 
 
 def test_print() -> None:

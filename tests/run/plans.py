@@ -250,6 +250,18 @@ def train(given: Case, plan: Plan, comm: Comm, **options: object) -> Trained:
     return Trained(losses, sent, module.full_state_dict(), gradients)
 
 
+def plain(module: nn.Module, given: Case, **options: float) -> list[float]:
+    """Trains a module by PyTorch alone in the same steps; returns the losses."""
+    optimizer, losses = torch.optim.SGD(module.parameters(), lr=given.lr, momentum=0.9, **options), []
+    for x, y in zip(given.inputs, given.targets, strict=True):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(module(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
 @cache
 def trained_alone(name: str) -> tuple[Case, Trained]:
     """A network of `small`, and what one device makes of its steps."""

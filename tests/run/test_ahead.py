@@ -106,7 +106,7 @@ def in_order(network: Network, ranks: int, seed: int) -> Plan:
     return replace(random_plan(fuse(network.graph), ranks, seed, "sample"), device_order=tuple(range(ranks)))
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_random_plans_with_late_ranks_equal_one_device(seed: int) -> None:
     given, single = skips()
     free, ranks = seed % 2 == 0, 2 + seed % 3
@@ -201,7 +201,7 @@ def trained_with_errors(comm: ProcessComm, where: str) -> tuple[int, dict[str, T
 
     def run(work: LayerWork, *args: Any, **kwargs: Any) -> Tensor:
         out = compute(work, *args, **kwargs)
-        if work.name == "middle":
+        if graph.layers[work.number].name == "middle":
             if where == "forward":
                 fails()
             out.register_hook(fails)

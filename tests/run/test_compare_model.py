@@ -26,12 +26,8 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.hidden, self.norm, self.drop, self.out = (
-            nn.Linear(6, 8),
-            nn.BatchNorm1d(8),
-            nn.Dropout(0.5),
-            nn.Linear(8, 3),
-        )
+        self.hidden, self.norm = nn.Linear(6, 8), nn.BatchNorm1d(8)
+        self.drop, self.out = nn.Dropout(0.5), nn.Linear(8, 3)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         h = self.norm(self.hidden(x)) / float(os.environ.get("TEST_TEMPERATURE", "1"))
@@ -68,20 +64,16 @@ def trained(strategy: Any, before: Before = nothing, steps: int = 3, **options: 
     return run_threads(2, rank)
 
 
+def warmer(step: int, _: nn.Module) -> None:
+    os.environ["TEST_TEMPERATURE"] = str(1 + 0.5 * (step - 1))
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_temperature_of_the_environment_that_changes_is_noticed_on_all_ranks(strategy: object) -> None:
-    def warmer(step: int, _: nn.Module) -> None:
-        os.environ["TEST_TEMPERATURE"] = str(1 + 0.5 * (step - 1))
-
+    """Unless the user wants no comparison."""
     with pytest.raises(LayerwiseError, match=CHANGED):
         trained(strategy, warmer)
-
-
-def test_who_wants_no_comparison_has_none() -> None:
-    def warmer(step: int, _: nn.Module) -> None:
-        os.environ["TEST_TEMPERATURE"] = str(1 + 0.5 * (step - 1))
-
-    trained("data", warmer, compare_model=False)
+    trained(strategy, warmer, compare_model=False)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -108,11 +100,8 @@ def test_a_loop_that_has_diverged_is_not_compared() -> None:
 
 
 def test_the_hundredth_step_is_compared_too() -> None:
-    def warmer(step: int, _: nn.Module) -> None:
-        os.environ["TEST_TEMPERATURE"] = "1" if step < 50 else "2"
-
     with pytest.raises(LayerwiseError, match="in training step 100 layer 'drop' gives other numbers"):
-        trained("data", warmer, steps=101)
+        trained("data", lambda step, net: warmer(1 if step < 50 else 3, net), steps=101)
 
 
 def test_a_device_without_room_for_the_full_model_does_not_compare(monkeypatch: pytest.MonkeyPatch) -> None:

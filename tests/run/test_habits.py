@@ -62,27 +62,14 @@ def test_ranks_that_feed_other_numbers_of_samples_than_the_layers_need_are_refus
     assert told[0].startswith("the ranks fed 3, 5 samples, but their shares of a batch of 8 are 4, 4: feed")
 
 
-def test_ranks_feed_unlike_numbers_of_samples_where_none_travel() -> None:
+@pytest.mark.parametrize(("first", "second"), [(3, 5), (1, 1), (3, 3), (7, 7)])
+def test_ranks_feed_any_numbers_of_samples_where_none_travel(first: int, second: int) -> None:
     module, network = mlp()
-    single = copy.deepcopy(module)
-    loss(single(SAMPLES[0])).backward()
-
-    def rank(made: ParallelModule) -> dict[str, Tensor | None]:
-        loss(made(SAMPLES[0][slice(3, 8) if made.comm.rank else slice(3)])).backward()
-        return gradients(made)
-
-    for found in on_ranks(network, rank, 2):
-        equal(found, gradients(single))
-
-
-@pytest.mark.parametrize("fed", [1, 3, 7])
-def test_ranks_that_feed_as_many_samples_as_each_other(fed: int) -> None:
-    module, network = mlp()
-    single, x = copy.deepcopy(module), SAMPLES.flatten(0, 1)[: 2 * fed]
+    single, x = copy.deepcopy(module), SAMPLES.flatten(0, 1)[: first + second]
     loss(single(x)).backward()
 
     def rank(made: ParallelModule) -> dict[str, Tensor | None]:
-        loss(made(x[made.comm.rank * fed :][:fed])).backward()
+        loss(made(x[first:] if made.comm.rank else x[:first])).backward()
         return gradients(made)
 
     for found in on_ranks(network, rank, 2):
@@ -102,15 +89,17 @@ def test_join_is_refused_with_what_to_do(network: Network) -> None:
 def test_an_input_of_another_element_type_is_refused(ranks: int) -> None:
     """As PyTorch's linear layer refuses it."""
     _, network = layered_mlp()
-    for dtype in (torch.float32, torch.bfloat16, torch.int64):
-        for text in refused(network, lambda made, dtype=dtype: made(SAMPLES[0][made.share()].to(dtype)), ranks):
-            assert text.startswith(f"input 'input' is {str(dtype)[6:]}, but the model was made parallel for float64:")
 
+    def rank(made: ParallelModule) -> None:
+        x = SAMPLES[0][made.share()]
+        for dtype in ("float32", "bfloat16", "int64"):
+            said = f"^input 'input' is {dtype}, but the model was made parallel for float64:"
+            with pytest.raises(LayerwiseError, match=said):
+                made(x.to(getattr(torch, dtype)))
+        with pytest.raises(LayerwiseError, match="is of type ndarray: pass a tensor"):
+            made(x.numpy())
 
-def test_an_input_that_is_no_tensor_is_refused() -> None:
-    _, network = layered_mlp()
-    for text in refused(network, lambda made: made(SAMPLES[0][made.share()].numpy())):
-        assert text == "input 'input' is of type ndarray: pass a tensor"
+    on_ranks(network, rank, ranks)
 
 
 class Ids(nn.Module):
@@ -131,16 +120,20 @@ def test_whole_numbers_of_another_type_are_taken_as_pytorch_takes_them() -> None
     single = module(numbers, numbers, numbers)
     assert torch.equal(single, module(numbers.int(), numbers, numbers))
 
-    def step(made: ParallelModule, *types: torch.dtype) -> Tensor:
-        return made(*(numbers[made.share()].to(dtype) for dtype in types))
-
     i32, i64 = torch.int32, torch.int64
-    for types in ((i64, i64, i64), (i32, i64, i64)):
-        found = on_ranks(network, lambda made, types=types: step(made, *types), 2)
-        assert abs(sum(out.item() for out in found) / 2 - single.item()) <= 1e-12
-    for types in ((i64, i32, i64), (i64, torch.bool, i64), (i64, i64, i32), (torch.float64, i64, i64)):
-        for text in refused(network, lambda made, types=types: step(made, *types)):
-            assert "but the model was made parallel for int64: pass x.to(torch.int64)" in text
+
+    def rank(made: ParallelModule) -> list[float]:
+        def step(*types: torch.dtype) -> float:
+            out: Tensor = made(*(numbers[made.share()].to(dtype) for dtype in types))
+            return out.item()
+
+        for types in ((i64, i32, i64), (i64, torch.bool, i64), (i64, i64, i32), (torch.float64, i64, i64)):
+            with pytest.raises(LayerwiseError, match=r"made parallel for int64: pass x\.to\(torch\.int64\)"):
+                step(*types)
+        return [step(i64, i64, i64), step(i32, i64, i64)]
+
+    for losses in zip(*on_ranks(network, rank, 2), strict=True):
+        assert abs(sum(losses) / 2 - single.item()) <= 1e-12
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -3,7 +3,7 @@
 import copy
 import importlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -90,34 +90,29 @@ def test_a_table_is_computed_in_the_type_of_the_run() -> None:
     assert off(with_constants(network, (x.float(),), {}, torch.float64)) <= 1e-14
 
 
-def test_ranks_with_different_models_are_refused() -> None:
-    networks = [mlp()[1], replace(mlp()[1], built={})]
-    plan = plan_of(networks[0], 2)
-
-    def rank(comm: Comm) -> str:
-        with pytest.raises(CommError) as raised:
-            load(plan, networks[comm.rank], comm=comm)
-        return str(raised.value)
-
-    for text in run_threads(2, rank, timeout_s=20):
-        assert "the ranks have built different models: '0.weight' is missing on one of the ranks 0 and 1" in text
-
-
 @pytest.mark.parametrize(
-    ("what", "unlike"),
-    [("plan", {}), ("arguments of load", {"dtype": torch.float64}), ("arguments of load", {"seed": 1})],
+    ("message", "unlike"),
+    [
+        ("the ranks differ in plan: ", lambda: {"plan": plan_of(mlp()[1], 2, {"c": 2})}),
+        ("the ranks differ in arguments of load: ", lambda: {"dtype": torch.float64}),
+        ("the ranks differ in arguments of load: ", lambda: {"seed": 1}),
+        (
+            "the ranks have built different models: '0.weight' is missing on one of the ranks 0 and 1",
+            lambda: {"model": replace(mlp()[1], built={})},
+        ),
+    ],
+    ids=["plan", "dtype", "seed", "model"],
 )
-def test_ranks_that_load_differently_are_refused(what: str, unlike: dict[str, object]) -> None:
-    _, network = mlp()
-    plans = [plan_of(network, 2), plan_of(network, 2) if unlike else plan_of(network, 2, {"c": 2})]
+def test_ranks_that_load_differently_are_refused(message: str, unlike: Callable[[], dict[str, Any]]) -> None:
+    alike, other = {"plan": plan_of(mlp()[1], 2), "model": mlp()[1]}, unlike()
 
     def rank(comm: Comm) -> str:
         with pytest.raises(CommError) as raised:
-            load(plans[comm.rank], network, comm=comm, **(unlike if comm.rank else {}))
+            load(comm=comm, **alike | (other if comm.rank else {}))
         return str(raised.value)
 
     for text in run_threads(2, rank, timeout_s=20):
-        assert text.startswith(f"the ranks differ in {what}: ")
+        assert message in text
 
 
 @pytest.mark.parametrize("part", [nn.BatchNorm1d(6), nn.Dropout(0.5)], ids=["batch norm", "dropout"])

@@ -11,14 +11,14 @@ CPU = torch.device("cpu")
 CASES = [
     ("lenet5", "serial", "sgd", 1),
     ("lenet5", "serial", "adam", 1),
-    ("resnet18", "serial", "sgd", 1),
+    pytest.param("resnet18", "serial", "sgd", 1, marks=pytest.mark.slow),
     pytest.param("vgg16", "serial", "momentum", 1, marks=pytest.mark.slow),
     pytest.param("inception-like", "serial", "sgd", 1, marks=pytest.mark.slow),
     ("unet3d", "serial", "sgd", 1),
     ("lenet5", "model", "momentum", 2),
     ("lenet5", "data", "sgd", 2),
     pytest.param("inception-like", "data", "sgd", 2, marks=pytest.mark.slow),
-    ("inception-like", "model", "sgd", 2),
+    pytest.param("inception-like", "model", "sgd", 2, marks=pytest.mark.slow),
     ("lenet5", "data, sharded", "adam", 2),
     pytest.param("unet3d", "data, gathered", "adam", 2, marks=pytest.mark.slow),  # lenet5 is the quick one
     pytest.param("vgg16", "data, sharded", "sgd", 2, marks=pytest.mark.slow),
@@ -28,7 +28,7 @@ CASES = [
     pytest.param("resnet18", "data, gathered", "momentum", 2, marks=pytest.mark.slow),
     pytest.param("unet3d, one sample", "searched", "sgd", 2, marks=pytest.mark.slow),  # it splits space, as the next
     ("unet3d, one sample", "space", "sgd", 2),  # halos: one copy of what a convolution and the ReLU before it keep
-    ("resnet18", "serial, recompute", "sgd", 1),
+    pytest.param("resnet18", "serial, recompute", "sgd", 1, marks=pytest.mark.slow),
     ("unet3d", "serial, recompute", "sgd", 1),
     pytest.param("inception-like", "serial, recompute", "sgd", 1, marks=pytest.mark.slow),
     ("lenet5", "model, recompute", "momentum", 2),
@@ -49,7 +49,7 @@ def test_memory_is_as_predicted(name: str, plan: str, optimizer: str, ranks: int
     assert predicted == pytest.approx(measured, rel=0.05)
 
 
-@pytest.mark.parametrize(("name", "least"), [("unet3d", 0.4), ("resnet18", 0.1)])
+@pytest.mark.parametrize(("name", "least"), [("unet3d", 0.4), pytest.param("resnet18", 0.1, marks=pytest.mark.slow)])
 def test_recompute_takes_less(name: str, least: float) -> None:
     predicted, measured = of_case(name, "serial, recompute", "sgd", 1)
     without, real = of_case(name, "serial", "sgd", 1)
@@ -64,7 +64,7 @@ def test_recompute_takes_less(name: str, least: float) -> None:
         pytest.param("unet3d", "serial, recompute", 1, marks=pytest.mark.slow),
         pytest.param("resnet18", "serial, recompute", 1, marks=pytest.mark.slow),
         pytest.param("inception-like", "model", 2, marks=pytest.mark.slow),
-        ("resnet18", "serial", 1),
+        pytest.param("resnet18", "serial", 1, marks=pytest.mark.slow),
         ("lenet5", "serial, recompute", 1),
         ("lenet5", "model", 2),
     ],

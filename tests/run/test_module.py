@@ -6,7 +6,6 @@ from functools import cache
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from layerwise.comm.solo import SoloComm
@@ -22,6 +21,7 @@ from tests.run.plans import (
     case,
     check_equal,
     difference,
+    plain,
     random_plan,
     train,
     trained_alone,
@@ -70,13 +70,7 @@ def test_one_rank_is_plain_pytorch(name: str) -> None:
     given = case(module, shape, batch)
     reference = copy.deepcopy(module)
     single = train(given, random_plan(given.graph, 1, 0, "sample"), SoloComm())
-    optimizer = torch.optim.SGD(reference.parameters(), lr=1e-4, momentum=0.9)
-    for x, y, told in zip(given.inputs, given.targets, single.losses, strict=True):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(reference(x), y)
-        loss.backward()
-        optimizer.step()
-        assert loss.item() == told
+    assert plain(reference, given) == single.losses
     reference.load_state_dict(single.state, strict=True)
     for key, value in module.state_dict().items():
         assert value.shape == single.state[key].shape
@@ -124,11 +118,7 @@ def test_running_statistics_of_instances_are_plain_pytorchs() -> None:
     torch.manual_seed(2)
     module = Instances()
     given = case(module, (3, 7, 5), 6)
-    optimizer = torch.optim.SGD(module.parameters(), lr=1e-4, momentum=0.9)
-    for x, y in zip(given.inputs, given.targets, strict=True):
-        optimizer.zero_grad()
-        F.cross_entropy(module(x), y).backward()
-        optimizer.step()
+    plain(module, given)
     for key, value in module.state_dict().items():
         assert difference(single.state[key], value) <= 1e-9, key
 

@@ -104,11 +104,8 @@ class Own(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.prior, self.tokens = (
-            nn.Linear(6, 8),
-            nn.Parameter(torch.randn(5)),
-            nn.Parameter(torch.randn(24)),
-        )
+        self.first, self.prior = nn.Linear(6, 8), nn.Parameter(torch.randn(5))
+        self.tokens = nn.Parameter(torch.randn(24))
         self.register_buffer("scale", torch.rand(3))
         self.factor = nn.Parameter(torch.tensor(1.5))
 

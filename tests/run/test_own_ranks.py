@@ -1,9 +1,7 @@
 """A model that several ranks run as it was written: a loop's numbers are one device's, or refused."""
 
-import copy
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -13,12 +11,9 @@ from torch.utils.checkpoint import checkpoint
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import Network
 from layerwise.ops.base import Role
-from layerwise.run.data_parallel.module import DataRun
 from layerwise.run.layered import LayeredRun
-from layerwise.run.load import load
-from layerwise.run.parallel import ParallelModule, of, restore
+from layerwise.run.parallel import ParallelModule, of
 from layerwise.trace import Trace
-from tests.comm.thread import run_threads
 from tests.run.own_modules import IMAGES, Net, alone, loss, net, same_on_ranks, state_and_gradients
 from tests.run.plans import difference
 from tests.run.small_modules import equal, gradients, on_ranks, plan_of, refused, traced
@@ -115,24 +110,6 @@ def test_a_step_that_failed_leaves_no_trace() -> None:
         return state_and_gradients(model)
 
     same_on_ranks(loop)
-
-
-def test_a_state_dict_that_is_to_take_the_parameters_place_is_refused() -> None:
-    for text in refused(net()[1], lambda made: made.load_state_dict(made.state_dict(), assign=True)):
-        assert "would replace the parameters" in text
-
-
-def test_the_original_is_as_before_when_it_is_let_go() -> None:
-    def act(comm: Any) -> bool:
-        module = copy.deepcopy(net()[0])
-        made = load(plan_of(net()[1], comm.size), module, comm=comm, dtype=torch.float64, example_inputs=(IMAGES[0],))
-        assert isinstance(of(made), DataRun)
-        loss(made(IMAGES[0][made.share()])).backward()
-        restore(made)
-        loss(module(IMAGES[0])).backward()
-        return not any("forward" in m.__dict__ for m in module.modules())
-
-    assert all(run_threads(2, act))
 
 
 def test_a_trace_has_a_span_a_layer_and_pass() -> None:

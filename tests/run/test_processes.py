@@ -22,8 +22,8 @@ def train_on(comm: Comm, name: str, ranks: int, seed: int):
 @pytest.mark.parametrize(
     ("name", "ranks"),
     [
-        ("lenet5", 2),
-        ("resnet18", 4),
+        ("lenet5", 4),
+        pytest.param("resnet18", 4, marks=pytest.mark.slow),
         pytest.param("lenet5", 8, marks=pytest.mark.slow),
         pytest.param("vgg16", 8, marks=pytest.mark.slow),
         pytest.param("unet3d", 8, marks=pytest.mark.slow),

@@ -14,7 +14,7 @@ from layerwise.importers.load import network_of
 from layerwise.importers.torch.from_torch import from_torch
 from layerwise.run.load import load, serial
 from tests.comm.thread import run_threads
-from tests.run.plans import Case, case, check_equal, difference, optimised_plan, random_plan, train
+from tests.run.plans import Case, case, check_equal, difference, optimised_plan, plain, random_plan, train
 
 
 class Segments(nn.Module):
@@ -45,12 +45,8 @@ def segments() -> tuple[nn.Module, Case]:
 def test_an_auxiliary_head_that_is_not_returned_keeps_its_statistics(ranks: int) -> None:
     """And layers that are never called count no batches; gradients, parameters and bytes are right, too."""
     module, given = segments()
-    optimizer = torch.optim.SGD(module.parameters(), lr=given.lr, momentum=0.9, weight_decay=0.1)
-    for x, y in zip(given.inputs, given.targets, strict=True):
-        optimizer.zero_grad()
-        F.cross_entropy(module(x), y).backward()
-        optimizer.step()
-    first, *more = [random_plan(given.graph, ranks, seed, io) for seed in range(2) for io in ("sample", "free")]
+    plain(module, given, weight_decay=0.1)
+    first, second = (random_plan(given.graph, ranks, seed, io) for seed, io in enumerate(("sample", "free")))
     wanted = module.state_dict()
     assert int(wanted["auxiliary.1.num_batches_tracked"]) == len(given.inputs)
     assert int(wanted["never.num_batches_tracked"]) == 0
@@ -72,7 +68,7 @@ def test_an_auxiliary_head_that_is_not_returned_keeps_its_statistics(ranks: int)
         assert state.keys() == wanted.keys()
         for name, value in wanted.items():
             assert difference(state[name], value) <= 1e-9, name
-    for plan in (*more, optimised_plan(given.graph, ranks)):
+    for plan in (second, optimised_plan(given.graph, ranks)):
         single = train(given, serial(plan), SoloComm(torch.device("cpu")))
         check_equal(run_threads(ranks, lambda comm, plan=plan: train(given, plan, comm)), single, plan)
 

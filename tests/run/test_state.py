@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from layerwise.errors import LayerwiseError
 from layerwise.run.parallel import ParallelModule
-from tests.run.small_modules import layered_mlp, mlp, on_ranks, plan_of, refused
+from tests.run.small_modules import mlp, on_ranks, plan_of
 
 CUT = {"c": 2}
 
@@ -46,32 +46,26 @@ def test_a_rank_takes_its_own_and_the_whole_state_dict(degrees: dict[str, int]) 
         assert all(torch.equal(value, other[name]) for other in others for name, value in whole.items())
 
 
-@pytest.mark.parametrize("strict", [True, False])
-def test_tensors_of_other_shapes_are_refused(strict: bool) -> None:
-    _, network = layered_mlp()
-    (full, _) = on_ranks(network, own, 2)
-    for text in refused(
-        network, lambda made: made.load_state_dict({**full, "0.weight": torch.zeros(3, 4)}, strict=strict)
-    ):
-        assert text == "'0.weight' has shape (3, 4) in the state dict, but (6, 4) in the model"
-
-
-def test_nothing_is_loaded_where_something_is_refused() -> None:
+@pytest.mark.parametrize("degrees", [CUT, {"n": 2}], ids=["split", "data"])
+def test_nothing_is_loaded_where_something_is_refused(degrees: dict[str, int]) -> None:
     _, network = mlp()
+    shaped, said = (
+        {"0.weight": torch.zeros(5, 4)},
+        r"^'0\.weight' has shape \(5, 4\) in the state dict, but \(6, 4\)",
+    )
+    wrong: list[tuple[dict[str, Tensor], dict[str, bool], str]] = [
+        ({"nonsense": torch.zeros(1)}, {}, "'nonsense', which the model does not have"),
+        (shaped, {}, said),
+        (shaped, {"strict": False}, said),
+    ]
+    if degrees != CUT:  # the model's own method loads what fits before it raises
+        wrong = [({}, {"assign": True}, "would replace the parameters")]
 
     def rank(made: ParallelModule) -> bool:
-        before = own(made)
-        wrong = {key: value + 1 for key, value in before.items()} | {"nonsense": torch.zeros(1)}
-        with pytest.raises(LayerwiseError, match="'nonsense', which the model does not have"):
-            made.load_state_dict(wrong)
+        before, whole = own(made), made.full_state_dict()
+        for extra, how, message in wrong:
+            with pytest.raises(LayerwiseError, match=message):
+                made.load_state_dict({key: value + 1 for key, value in whole.items()} | extra, **how)
         return all(torch.equal(value, before[key]) for key, value in made.state_dict().items())
 
-    assert all(on_ranks(network, rank, 2, plan_of(network, 2, CUT)))
-
-
-def test_the_state_dict_of_a_module_around_it_has_its_own() -> None:
-    _, network = layered_mlp()
-    (state,) = on_ranks(network, lambda made: nn.Sequential(made, nn.Linear(3, 3)).state_dict(), 1)
-    assert {"0.0.weight", "1.weight"} <= set(state)
-    (state,) = on_ranks(network, lambda made: made.state_dict(prefix="model."), 1)
-    assert next(iter(state)) == "model.0.weight"
+    assert all(on_ranks(network, rank, 2, plan_of(network, 2, degrees)))

@@ -146,12 +146,12 @@ def test_rank_0_alone_plans_for_the_ranks_there_are(here: Path, capsys: pytest.C
         "quick = room.replan\n"
         "def replan(*args, **options):\n"
         "    assert os.environ['RANK'] == '0'\n"
-        "    time.sleep(9)\n"
+        "    time.sleep(6)\n"
         "    return quick(*args, **options)\n"
         "room.replan = replan\n"
         "sys.exit(run_main(room.main))\n"
     )
-    run = ("--dtype", "float64", "--steps", "3", "--json", "--compare-single", "--timeout", "3")
+    run = ("--dtype", "float64", "--steps", "3", "--json", "--compare-single", "--timeout", "2")
     done = launch(["slowly.py", "searched.json", "--replan", *run])
     assert done.codes == [0, 0], done.stderr
     assert strict(done.stdout[0])["world_size"] == 2

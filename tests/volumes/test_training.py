@@ -153,7 +153,7 @@ def scored_unet(loss: str) -> tuple[Network, LayerGraph]:
     return made, fuse(made.graph)
 
 
-@pytest.mark.parametrize(("io", "loss"), [("sample", "dice"), ("boxes", "dice+ce"), ("free", "dice")])
+@pytest.mark.parametrize(("io", "loss"), [("sample", "dice"), ("boxes", "dice+ce")])
 def test_a_dice_loss_trains_as_one_device(
     brain: tuple[Case, Data], loss: str, io: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -133,7 +133,8 @@ class GradientBucket:
             if self.slots is None:
                 self.place(name, parameters).zero_()
             else:
-                self.put_zeros(name, local_tensor(parameters[name]))
+                zero = local_tensor(parameters[name]).new_zeros(())
+                self.put(name, zero.expand(self.slots.layouts[name].shape), 1.0)
         assert self.flat is not None
         if self.slots is None:
             self.handle = comm.all_reduce(self.flat, self.group, "sync", what)
@@ -159,14 +160,6 @@ class GradientBucket:
             self.flat = self.slots.new(gradient)
         for there, part in self.slots.pairs(self.flat, name, gradient):
             torch.mul(part, scale, out=there)
-
-    def put_zeros(self, name: str, like: Tensor) -> None:
-        """Writes zeros in the place of such a gradient."""
-        assert self.slots is not None
-        if self.flat is None:
-            self.flat = self.slots.new(like)
-        for member in range(self.slots.members):
-            self.slots.shard(self.flat[member], name, member).zero_()
 
     def summed(self, name: str, rank: int) -> Tensor:
         """Returns the sum of a parameter's gradients, or this rank's shard of it."""

@@ -230,12 +230,12 @@ class Gradients:
         for bucket in reducer.buckets:
             added = reducer.waiting and bucket.slots is None
             for name in bucket.names if bucket.views or bucket.local is not None else ():
-                given = name in self.made or (reducer.waiting and name in self.before)
+                given = self._here(name)
                 if not given and name in self.trained:
                     reducer.missed = True
                     given = bool(bucket.summed(name, self.comm.rank).any()) if told is None else name in told
                     self.made |= {name} if given else set()
-                if given and (not self.no_gradient or self._wanted(name)):
+                if given and self._wanted(name):
                     self._give(name, bucket.summed(name, self.comm.rank), added=added)
                 else:
                     self.made.discard(name)

@@ -24,7 +24,6 @@ from layerwise.run.schedule.redistribute import Redistribution
 class LayerWork:
     """A rank's part of a layer."""
 
-    name: str  # the layer's name
     number: int  # the layer's number in the graph, which its random numbers depend on
     stages: tuple[LocalStage, ...]
     statistics: tuple[Group, ...]  # for each stage, the ranks that share its statistics; (): none
@@ -77,7 +76,7 @@ def work(layer: Layer, number: int, place: Place, comm: Comm, *, local_batch_nor
     stages = local_stages(
         layer.stages, layer.specs, cell, owned, lambda stage: summing(comm, summed[stage], layer.name), comm.device
     )
-    return LayerWork(layer.name, number, stages, summed, _reduction(layer, place, comm))
+    return LayerWork(number, stages, summed, _reduction(layer, place, comm))
 
 
 def summing(comm: Comm, group: Group, what: str) -> Callable[[Tensor], Tensor] | None:

@@ -19,7 +19,7 @@ GIVEN = {runs: framework("chainermnx", runs) for runs in ("bars", "logs")}
 
 
 def records(use: str) -> list[Record]:
-    return [r for r in read_records(RECORDS)[0] if r.use == use]
+    return [r for r in read_records(RECORDS) if r.use == use]
 
 
 def test_a_check_record_never_calibrates() -> None:

@@ -83,7 +83,7 @@ SMALL = networks.windows() | networks.branches() | networks.sequences() | networ
 SOME = [(), ("recompute",), ("shard",), OFFERS]
 
 
-@examples(25)
+@examples(12)
 @given(SMALL, st.sampled_from(SOME), st.sampled_from([2, 3]), st.floats(-0.05, 0.999))
 def test_on_any_small_network_proofs_are_those_of_all_its_strategies(
     graph: LayerGraph, offer: tuple[str, ...], devices: int, share: float
