@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from layerwise.errors import LayerwiseError
 from layerwise.importers.load import Network, load_network, network_of, network_with, refused
-from layerwise.importers.torch.from_torch import import_torch
+from layerwise.importers.torch.program import import_program
 from layerwise.importers.torch.read.arguments import Call, call_of
 from layerwise.ops.base import Role
 from layerwise.tensorfile import dtype_name
@@ -108,7 +108,7 @@ def network(
         _check_types(imported)
         return imported
     if isinstance(model, ExportedProgram):
-        graph, stored = import_torch(model, name="exported program")
+        graph, stored = import_program(model, "exported program")
         return network_with(graph, stored, model.state_dict, model.state_dict, batch)
     if not isinstance(model, str | os.PathLike):
         raise LayerwiseError(

@@ -85,9 +85,7 @@ class GraphBuilder:
         return None if types == layer.all_types else types
 
     def finish(self, outputs: Sequence[str]) -> LayerGraph:
-        """Closes the graph with the sink. Layers that no output needs are dropped, unless they have
-        running statistics.
-        """
+        """Closes the graph with the sink, without layers that no output needs and that have no running statistics."""
         if not outputs:
             raise LayerwiseError(f"model {self.name!r} has no tensor output")
         needed = {*outputs, *(layer.name for layer in self._layers.values() if layer.op.remembers)}

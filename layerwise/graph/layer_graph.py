@@ -115,9 +115,7 @@ class LayerGraph:
 
     @cached_property
     def losses(self) -> dict[str, Literal["mean", "sum"]]:
-        """The layers that give a number for each sample, and the reduction of the loss; includes losses scaled and
-        added.
-        """
+        """The layers that give a number a sample, and the loss's reduction; losses scaled and added are among them."""
         found: dict[str, Literal["mean", "sum"]] = {}
         for layer in self.layers:
             followed = (found[source] for source in layer.inputs if source in found and not layer.end)
@@ -128,9 +126,7 @@ class LayerGraph:
 
     @cached_property
     def returned(self) -> frozenset[str]:
-        """The layers that an output depends on. The others are there for their running statistics
-        (see `Op.remembers`).
-        """
+        """The layers that an output depends on. The others are there for running statistics (`Op.remembers`)."""
         names = {self.layers[-1].name}
         for layer in reversed(self.layers):
             if layer.name in names:

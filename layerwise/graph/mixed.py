@@ -18,8 +18,7 @@ from layerwise.graph.layer import Layer
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.graph.types import Types, autocast_within
 from layerwise.ops.base import Op, Role, space
-from layerwise.ops.facts import Local
-from layerwise.ops.fused import needed_box
+from layerwise.ops.fused import needed_box, undivided
 from layerwise.ops.nn.conv import Conv, ConvTranspose
 from layerwise.ops.nn.linear import Linear
 from layerwise.ops.nn.norm import BatchNorm
@@ -93,17 +92,15 @@ def made_by(op: Op, specs: tuple[TensorSpec, ...], weights: str, autocast: str |
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    cell = Box.full(dim.extent for dim in where.dims)
-    needs = tuple(needed_box(maps, cell) for maps in where.needs)
-    local = Local(where, specs, cell, needs)
+    local = undivided(where, specs)
 
     def empty(box: Box, dtype: str) -> torch.Tensor:
         return torch.empty(box.shape, dtype=getattr(torch, dtype), device=device)
 
     # Without gradients: a PyTorch without CUDA would end the process on a CUDA tensor with gradients.
     with torch.no_grad(), FakeTensorMode(), _autocast(device, None if autocast is None else getattr(torch, autocast)):
-        inputs = [empty(box, spec.dtype) for box, spec in zip(needs, specs, strict=True)]
-        parameters = {p.name: empty(needed_box(p.maps, cell), weights) for p in where.parameters}
+        inputs = [empty(box, spec.dtype) for box, spec in zip(local.needs, specs, strict=True)]
+        parameters = {p.name: empty(needed_box(p.maps, local.cell), weights) for p in where.parameters}
         try:
             out = op.run(local, inputs, parameters)
         except (LayerwiseError, RuntimeError):  # there is no kernel, or it reads values

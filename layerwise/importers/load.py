@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING
@@ -18,7 +18,6 @@ from layerwise.importers.built_in import SAMPLES, written_graph
 from layerwise.importers.named_code import called
 from layerwise.importers.with_loss import parted, with_loss
 from layerwise.models import find, names
-from layerwise.ops.base import Role
 
 if TYPE_CHECKING:
     import torch
@@ -114,18 +113,16 @@ def load_network(
     if names_code(spec):
         network, inputs = called(spec, input_shape)
         with refused():
-            made = network_of(network, inputs, batch, spec.partition(":")[2])
-            return made if dtype is None else with_constants(made, inputs, {}, dtype)
+            own = network_of(network, inputs, batch, spec.partition(":")[2])
+            return own if dtype is None else with_constants(own, inputs, {}, dtype)
     if input_shape is not None:
         raise LayerwiseError(f"model {spec!r} has its own input shape: --input-shape is for package.module:callable")
     if suffix == ".onnx":
-        from layerwise.importers.onnx.from_onnx import from_onnx, load_onnx_weights
+        from layerwise.importers.onnx.from_onnx import import_onnx
 
-        weights = cache(load_onnx_weights)  # read when the first value is asked for
-        graph = from_onnx(spec, batch=batch)
-        keys = {name: name for name in _names(graph)}
-        constants = [layer.name for layer in graph.layers if layer.role is Role.CONSTANT]
-        return Network(graph, {n: (lambda n=n: weights(spec).get(n)) for n in (*keys, *constants)}, keys)  # type: ignore[misc]
+        made = import_onnx(spec, batch)
+        keys = {name: name for layer in made.graph.layers for name, _ in layer.own_parameters()}
+        return Network(made.graph, {name: value.read for name, value in made.values.items()}, keys)
     if suffix in PICKLED:
         raise LayerwiseError(
             f"model {spec!r} is a file that PyTorch would unpickle, which can run its author's code, so layerwise does "
@@ -234,6 +231,7 @@ def with_constants(
     import torch
     from torch.utils import _pytree as pytree
 
+    from layerwise.importers.torch.batches import import_once
     from layerwise.importers.torch.calls.recipes import Recipe
 
     own: torch.dtype = getattr(torch, network.graph.dtype)
@@ -261,7 +259,7 @@ def with_constants(
         torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, (tuple(examples), dict(kwargs))
     )
     with IMPORTING:
-        wide = traced(module, call, "", trusted=True, shared=network.shared).stored
+        wide = import_once(module, call, "", network.shared).stored
     values: dict[str, torch.Tensor] = {}
     large: dict[str, Callable[[], object]] = {}
     for name, value in computed.items():
@@ -306,17 +304,18 @@ def traced(
     call: Call,
     name: str,
     trusted: bool,
-    shared: Collection[str] | None = None,
-    together: bool = False,
-    as_called: bool = False,
+    shared: Collection[str] | None,
+    together: bool,
+    as_called: bool,
 ) -> Imported:
     """The layers that the module's code computes; the only values are constants."""
     from layerwise.importers.torch.batches import import_as_called, import_for_batches, import_once
 
     if as_called:
         return import_as_called(module, call, name)
-    make = import_once if trusted else partial(import_for_batches, together=together)
-    return make(module, call, name, shared=shared)
+    if trusted:
+        return import_once(module, call, name, shared)
+    return import_for_batches(module, call, name, shared, together=together)
 
 
 @contextlib.contextmanager
@@ -326,8 +325,3 @@ def refused() -> Iterator[None]:
         yield
     except LayerwiseError as why:
         raise LayerwiseError(f"{str(why).rstrip('.')}; DistributedDataParallel can run it") from why
-
-
-def _names(graph: LayerGraph) -> list[str]:
-    """The parameters and buffers of a graph, tied ones included."""
-    return [name for layer in graph.layers for name, _ in layer.own_parameters()]

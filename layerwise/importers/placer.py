@@ -92,9 +92,7 @@ class Placer(ABC):
 
 
 def _before_merging(x: TensorSpec, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The shape of x before its leading dimensions are merged to the rows of `shape`: (s, n*heads, e) becomes
-    (s, n, heads*e). None if none are merged.
-    """
+    """The shape of x before dimensions merge to rows: (s, n*heads, e) becomes (s, n, heads*e). None if none merge."""
     if len(shape) != 2 or len(x.shape) < 3:
         return None
     kept = max(k for k in range(len(x.shape)) if shape[0] % prod(x.shape[:k]) == 0)

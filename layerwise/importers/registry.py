@@ -170,9 +170,7 @@ def lookup(target: str) -> Build | None:
 
 
 def canonical(target: str) -> str:
-    """The canonical spelling of a target: "aten.add.Tensor" -> "aten::add.Tensor", "aten.conv2d.default" ->
-    "aten::conv2d".
-    """
+    """The spelling of a target: "aten.add.Tensor" -> "aten::add.Tensor", "aten.conv2d.default" -> "aten::conv2d"."""
     if "::" not in target:
         domain, _, op = target.partition(".")
         if not op:

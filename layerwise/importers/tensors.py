@@ -143,10 +143,15 @@ def axis(call: Call, name: str = "dim") -> int:
     return wrapped(call.integer(name), len(call.tensors[0].shape))
 
 
+def named_dims(call: Call, name: str = "dim") -> tuple[int, ...]:
+    """The dimensions of the first tensor that an argument names, counted from the front; all if it names none."""
+    rank, named = len(call.tensors[0].shape), call.get(name, ())
+    numbers = named if isinstance(named, tuple) else (named,)
+    return tuple(sorted(wrapped(d, rank) for d in numbers if isinstance(d, int))) or tuple(range(rank))
+
+
 def gathered(x: Operand, dim: int, index: Operand) -> Tensor:
-    """x at positions of a dimension: joined slices if constant positions form few pieces; an embedding lookup for rows
-    of a table of parameters.
-    """
+    """x at positions of a dimension: a few joined slices, a lookup in a table of parameters, or a `Take`."""
     if x.role == "parameter" and len(x.shape) == 2 and dim == 0 and index.spec.dtype != "bool" and not x.transposed:
         wraps = index.value is None or bool((np.asarray(index.value, np.int64) < 0).any())
         return Built(Embedding(x.shape[0], x.shape[1], x.spec.dtype, wraps=wraps), (index,), (x,))

@@ -171,9 +171,7 @@ class Op(ABC):
         raise LayerwiseError(f"{self.kind} has no kernel that reads pieces")
 
     def finish(self, total: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
-        """Applies what follows the reduction (a bias): `total` is a box of the sum, `parameters`
-        those of the epilogue.
-        """
+        """Applies what follows the reduction, a bias: `total` is a box of the sum, `parameters` the epilogue's."""
         return total
 
     def rows(self) -> dict[str, object]:

@@ -50,9 +50,7 @@ class Tied(_Source):
 
 @dataclass(frozen=True, slots=True)
 class Constant(_Source):
-    """A tensor that is neither fed nor trained (a mask, position ids): every device makes its own,
-    and nothing is sent.
-    """
+    """A tensor that is neither fed nor trained (a mask, position ids): every device makes its own."""
 
     kind: ClassVar[str] = "constant"
     role: ClassVar[Role] = Role.CONSTANT

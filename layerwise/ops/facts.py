@@ -21,6 +21,7 @@ Extents = NDArray[np.int64]  # (..., dimensions of the iteration space): extents
 Counts = NDArray[np.float64]  # (...): one number a box
 Mask = NDArray[np.bool_]  # (...): one truth value a box
 Maps = tuple[AxisMap, ...]  # one a dimension of a tensor
+AllReduce = Callable[["Tensor"], "Tensor"]
 T = TypeVar("T")
 
 
@@ -82,9 +83,7 @@ class Statistics:
     exact: bool = True  # whether forward sums are in float64: a variance is a small difference of two large sums
 
     def item_bytes(self, of_output: int) -> tuple[int, int]:
-        """Bytes of an element, forward and backward. of_output: bytes of an output element; 16-bit types sum in 32
-        bits.
-        """
+        """Bytes of an element, forward and backward, by those of an output element; 16-bit types sum in 32 bits."""
         wide = max(of_output, 4)
         return 8 if self.exact else wide, wide
 
@@ -152,7 +151,7 @@ class Local:
     training: bool = True
     # Sums a tensor over the devices that share the operator's statistics. It has no gradient of its own, and may
     # overwrite the tensor. None if this device has all that it needs.
-    all_reduce: Callable[[Tensor], Tensor] | None = field(default=None, compare=False)
+    all_reduce: AllReduce | None = field(default=None, compare=False)
     seed: Seed = 0  # for the random numbers of this step, equal on all devices
     device: torch.device | None = None  # the computing device, for kernels without input tensors; None: the CPU
     padded: bool = False  # whether its first input includes the operator's `margins`

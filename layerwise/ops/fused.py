@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from layerwise.geometry import Box, needed
 from layerwise.ops.base import Op, Stage, space
-from layerwise.ops.facts import Dim, Local, Maps, Parameter
+from layerwise.ops.facts import AllReduce, Dim, Local, Maps, Parameter, Space
 from layerwise.ops.random import Seed
 from layerwise.tensor import TensorSpec
 
@@ -133,8 +133,6 @@ def through_views(maps: Maps, spec: TensorSpec, chain: Sequence[Op]) -> Maps:
     return maps
 
 
-AllReduce = Callable[["Tensor"], "Tensor"]
-
 Chain = tuple[tuple[Op, Local], ...]  # the views of one input, first applied first
 
 
@@ -233,6 +231,12 @@ def run_stages(
             result = stage.op.run(local, values, named)
     assert result is not None
     return result
+
+
+def undivided(where: Space, specs: tuple[TensorSpec, ...], **how: Any) -> Local:
+    """The cell that is all of an operator. how: other fields of `Local`."""
+    cell = Box.full(dim.extent for dim in where.dims)
+    return Local(where, specs, cell, tuple(needed_box(maps, cell) for maps in where.needs), **how)
 
 
 def needed_box(maps: Maps, box: Box) -> Box:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from math import lcm, prod
 from threading import get_ident
@@ -44,15 +44,6 @@ class Made:
     backward: int  # allocated during the backward pass
 
 
-def dry_run(function: Callable[[list[Tensor]], Tensor], inputs: Sequence[Shaped]) -> Made:
-    """Runs forward, and backward if there is a derivative, on shapes only. Raises what PyTorch raises."""
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with unlogged(), FakeTensorMode():
-        return observed(function, [torch.empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in inputs])
-
-
 @contextmanager
 def unlogged() -> Iterator[None]:
     """A context in which PyTorch logs no failing call on this thread: the exception says enough."""
@@ -78,19 +69,32 @@ LOGGERS = (
 )
 
 
-def observed(function: Callable[[list[Tensor]], Tensor], given: list[Tensor]) -> Made:
-    """Measures the function on these tensors, forward, and backward if there is a derivative."""
+def dry_run(function: Callable[[list[Tensor]], Tensor], inputs: Sequence[Shaped]) -> Made:
+    """Runs forward, and backward if there is a derivative, on shapes only. Raises what PyTorch raises."""
     import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.autograd.graph import saved_tensors_hooks
     from torch.utils.flop_counter import FlopCounterMode
 
-    counter, storages = FlopCounterMode(display=False), _Storages()
-    with torch.enable_grad():
+    held: list[Any] = []  # the storages seen, so that no other gets the address of one
+    own, forward, saved, backward = (dict[int, int]() for _ in range(4))  # bytes by storage
+
+    def noting(sizes: dict[int, int]) -> Callable[[Tensor], Tensor]:
+        def note(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            held.append(storage)
+            sizes[storage._cdata] = storage.nbytes()
+            return tensor
+
+        return note
+
+    counter, observer = FlopCounterMode(display=False), _observer()
+    with unlogged(), FakeTensorMode(), torch.enable_grad():
+        given = [noting(own)(torch.empty(shape, dtype=getattr(torch, dtype))) for shape, dtype in inputs]
         leaves = [t.requires_grad_() for t in given if t.is_floating_point() or t.is_complex()]
-        own = {storages.note(t, {}) for t in given}
-        with counter, storages.made() as forward, storages.saved() as saved:
-            out = function(given)
-        own.add(storages.note(out, {}))
-        with storages.made() as backward:
+        with counter, observer(noting(forward)), saved_tensors_hooks(noting(saved), lambda tensor: tensor):
+            out = noting(own)(function(given))
+        with observer(noting(backward)):
             try:
                 if out.requires_grad:
                     torch.autograd.grad(out, leaves, out, allow_unused=True)
@@ -99,41 +103,6 @@ def observed(function: Callable[[list[Tensor]], Tensor], given: list[Tensor]) ->
     kept, taken = (sum(n for key, n in sizes.items() if key not in own) for sizes in (saved, forward))
     dtype = str(out.dtype).removeprefix("torch.")
     return Made(tuple(out.shape), dtype, float(counter.get_total_flops()), kept, taken, sum(backward.values()))
-
-
-@dataclass(slots=True)
-class _Storages:
-    """Sizes of storages, by address."""
-
-    held: list[Any] = field(default_factory=list)  # so that no other storage gets the address
-
-    def note(self, tensor: Tensor, sizes: dict[int, int]) -> int:
-        """Adds a tensor's memory to `sizes`. Returns its address."""
-        storage = tensor.untyped_storage()
-        self.held.append(storage)
-        sizes[storage._cdata] = storage.nbytes()
-        return int(storage._cdata)
-
-    @contextmanager
-    def made(self) -> Iterator[dict[int, int]]:
-        """Yields a dict that fills with the bytes of new tensors within it, by storage."""
-        sizes = dict[int, int]()
-        with _observer()(lambda tensor: self.note(tensor, sizes)):
-            yield sizes
-
-    @contextmanager
-    def saved(self) -> Iterator[dict[int, int]]:
-        """Yields a dict that fills with the bytes that autograd saves within it, by storage."""
-        from torch.autograd.graph import saved_tensors_hooks
-
-        sizes = dict[int, int]()
-
-        def pack(tensor: Tensor) -> Tensor:
-            self.note(tensor, sizes)
-            return tensor
-
-        with saved_tensors_hooks(pack, lambda tensor: tensor):
-            yield sizes
 
 
 @cache
@@ -300,9 +269,7 @@ def made_by(op: TorchOp, inputs: tuple[TensorSpec, ...]) -> Made:
 
 
 def overload_of(target: str) -> torch._ops.OpOverload:
-    """The overload of `aten::sort.stable`, or of `aten::topk` (the default one). Raises LayerwiseError if it does not
-    exist.
-    """
+    """The overload of `aten::sort.stable`, or the default one of `aten::topk`. LayerwiseError if there is none."""
     import torch
 
     domain, _, name = target.partition("::")

@@ -98,7 +98,7 @@ class Inputs:
         assert box is not None
         key = name, spec.shape, box
         if key not in self._boxes:
-            recipe = stored(value, value.numel()) if isinstance(value, Tensor) else value
+            recipe = stored(value) if isinstance(value, Tensor) else value
             if (rows := recipe.with_rows(spec.shape)) is None:
                 raise LayerwiseError(
                     f"constant {name!r} of shape {recipe.shape} cannot grow to {spec.shape}: its rows differ"

@@ -7,15 +7,16 @@ Reductions: partial results over the parts of `k` must add up.
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
-import numpy as np
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
 from layerwise.geometry import Box, boundaries
 from layerwise.ops.base import Op, space
-from layerwise.ops.facts import Local, Maps, Space
+from layerwise.ops.facts import Local, Space
+from layerwise.ops.fused import needed_box, undivided
 from layerwise.tensor import TensorSpec
 
 Reference = Callable[..., Tensor]  # (*inputs, **parameters by name) -> output
@@ -49,18 +50,6 @@ def cells(draw: st.DrawFn, where: Space, *, reductions: bool = False) -> Box:
             stop = draw(st.integers(start + 1, dim.max_degree))
         lo.append(start * dim.unit if dim.label else 0)
         hi.append(stop * dim.unit if dim.label else dim.extent)
-    return Box(tuple(lo), tuple(hi))
-
-
-def needed(maps: Maps, cell: Box) -> Box:
-    """The box of a tensor that `cell` needs."""
-    lo, hi = [], []
-    for m in maps:
-        at = m.source if m.source is not None else 0
-        ends = (cell.lo[at], cell.hi[at]) if cell.lo else (0, 0)
-        a, b = m(np.array([ends[0]]), np.array([ends[1]]))
-        lo.append(int(a[0]))
-        hi.append(int(b[0]))
     return Box(tuple(lo), tuple(hi))
 
 
@@ -107,8 +96,8 @@ def check_needs(
     full = reference(*inputs, **params)
     assert tuple(full.shape) == where.out.shape, f"{op}: output {tuple(full.shape)}, declared {where.out.shape}"
     box = Box(cell.lo[: full.ndim], cell.hi[: full.ndim])
-    needs = [needed(m, cell) for m in where.needs]
-    holds = {p.name: needed(p.maps, cell) for p in where.parameters}
+    needs = [needed_box(m, cell) for m in where.needs]
+    holds = {p.name: needed_box(p.maps, cell) for p in where.parameters}
     given = [outside(t, b, poison if t.is_floating_point() else 0) for t, b in zip(inputs, needs, strict=True)]
     poisoned = reference(*given, **{k: outside(t, holds[k], poison) for k, t in params.items()})
     torch.testing.assert_close(poisoned[box.slices()], full[box.slices()], rtol=1e-12, atol=1e-12)
@@ -156,26 +145,17 @@ def check_reduction(op: Op, specs: Sequence[TensorSpec], degree: int, reference:
         cell = Box((*(0,) * k, a), (*(d.extent for d in where.dims[:k]), b))
         total += reference(
             *(
-                outside(t, needed(m, cell), 0.0) if t.is_floating_point() else t
+                outside(t, needed_box(m, cell), 0.0) if t.is_floating_point() else t
                 for t, m in zip(inputs, where.needs, strict=True)
             ),
-            **{p.name: outside(params[p.name], needed(p.maps, cell), 0.0) for p in where.parameters},
+            **{p.name: outside(params[p.name], needed_box(p.maps, cell), 0.0) for p in where.parameters},
         )
     torch.testing.assert_close(total, full, rtol=1e-10, atol=1e-10)
 
 
-def whole(
-    op: Op,
-    specs: Sequence[TensorSpec],
-    *,
-    training: bool = True,
-    all_reduce: Callable[[Tensor], Tensor] | None = None,
-    seed: int = 0,
-) -> Local:
-    """The cell of one device that computes all of `op`."""
-    where = space(op, tuple(specs))
-    cell = Box((0,) * len(where.dims), tuple(d.extent for d in where.dims))
-    return Local(where, tuple(specs), cell, tuple(needed(m, cell) for m in where.needs), training, all_reduce, seed)
+def whole(op: Op, specs: Sequence[TensorSpec], **how: Any) -> Local:
+    """The cell of one device that computes all of `op`. how: other fields of `Local`."""
+    return undivided(space(op, tuple(specs)), tuple(specs), **how)
 
 
 def check_identical(

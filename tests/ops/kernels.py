@@ -18,8 +18,9 @@ from layerwise.config import REDUCE_ORDER
 from layerwise.geometry import Box, boundaries, nests
 from layerwise.ops.base import Op, space
 from layerwise.ops.facts import Local, Space
+from layerwise.ops.fused import needed_box
 from layerwise.tensor import TensorSpec
-from tests.ops.harness import Reference, cells, check_needs, needed, values
+from tests.ops.harness import Reference, cells, check_needs, values
 from tests.ops.harness import parameters as random_parameters
 
 
@@ -134,10 +135,10 @@ class Cell:
     def __post_init__(self) -> None:
         rank = len(self.where.out.shape)
         self.out = Box(self.box.lo[:rank], self.box.hi[:rank])
-        self.needs = tuple(needed(m, self.box) for m in self.where.needs)
+        self.needs = tuple(needed_box(m, self.box) for m in self.where.needs)
         self.inputs = [leaf(t[box.slices()]) for t, box in zip(self.whole_inputs, self.needs, strict=True)]
         mine = [p for p in self.where.parameters if not (self.split and p.epilogue)]
-        self.holds = {p.name: needed(p.maps, self.box) for p in mine}
+        self.holds = {p.name: needed_box(p.maps, self.box) for p in mine}
         self.held = {p.name: leaf(self.whole_held[p.name][self.holds[p.name].slices()], p.trainable) for p in mine}
 
     def forward(self) -> None:
@@ -156,7 +157,7 @@ class Finish:
         epilogue = [p for p in where.parameters if p.epilogue]
         k = Box((*box.lo, *(0 for _ in where.reductions)), (*box.hi, *(where.dims[i].extent for i in where.reductions)))
         self.box, self.total = box, leaf(total[box.slices()])
-        self.holds = {p.name: needed(p.maps, k) for p in epilogue}
+        self.holds = {p.name: needed_box(p.maps, k) for p in epilogue}
         self.held = {p.name: leaf(held[p.name][self.holds[p.name].slices()], p.trainable) for p in epilogue}
         self.result = op.finish(self.total, self.held)
 

@@ -6,10 +6,8 @@ import torch
 from torch import Tensor
 
 from layerwise.errors import LayerwiseError
-from layerwise.geometry import Box
 from layerwise.ops.base import Op, space
-from layerwise.ops.facts import Local
-from layerwise.ops.fused import needed_box
+from layerwise.ops.fused import undivided
 from layerwise.ops.nn.attention import Attention
 from layerwise.ops.nn.conv import Conv, ConvTranspose
 from layerwise.ops.nn.linear import Embedding, Linear, MatMul
@@ -70,8 +68,7 @@ OPS: list[tuple[Op, tuple[TensorSpec, ...]]] = [
 def saved(op: Op, specs: tuple[TensorSpec, ...]) -> tuple[bool, bool, int]:
     """Whether autograd saves an input, the output, and how many bytes besides (parameters apart)."""
     where = space(op, specs)
-    cell = Box((0,) * len(where.dims), tuple(d.extent for d in where.dims))
-    local = Local(where, specs, cell, tuple(needed_box(maps, cell) for maps in where.needs))
+    local = undivided(where, specs)
     inputs = [torch.rand(spec.shape).add_(0.5).requires_grad_() for spec in specs]
     parameters = {p.name: torch.rand(p.shape).requires_grad_(p.trainable) for p in where.parameters}
     packed: list[Tensor] = []

@@ -126,12 +126,6 @@ def text(call: Call, name: str, default: str = "") -> str:
     return value if isinstance(value, str) else default
 
 
-def operands(value: Argument) -> tuple[Operand, ...]:
-    """The tensors of a variadic input."""
-    given = value if isinstance(value, tuple) else (value,)
-    return tuple(v for v in given if isinstance(v, Operand))
-
-
 def weights(call: Call, name: str) -> Operand:
     """An input that must be a parameter or constant."""
     operand = call.operand(name)

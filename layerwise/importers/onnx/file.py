@@ -6,8 +6,10 @@ https://onnx.ai/onnx/repo-docs/IR.html, https://onnx.ai/onnx/repo-docs/ExternalD
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from math import prod
 from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
 
 import numpy as np
 import onnx
@@ -164,29 +166,20 @@ def _check(file: Path) -> None:
         raise LayerwiseError(f"{file} is not a valid ONNX model: {first_line(error, 500)}{where}") from None
 
 
-def _messages(model: ModelProto) -> Iterator[Message]:
-    """Every message in the file that has a name."""
-    stack: list[Message] = [model]
-    while stack:
-        top = stack.pop()
-        yield top
-        for name in _NESTED.get(type(top).__name__, ()):
-            value = getattr(top, name)
-            if isinstance(value, Message):
-                if top.HasField(name):
-                    stack.append(value)
-            else:
-                stack += list(value)
+def _messages(message: Message) -> Iterator[Message]:
+    """A message of the file, and every message in it."""
+    yield message
+    for name in _nested(message.DESCRIPTOR):
+        value = getattr(message, name)
+        alone = isinstance(value, Message)
+        for inner in [value] * message.HasField(name) if alone else value:
+            yield from _messages(inner)
 
 
-_NESTED = {
-    "ModelProto": ("graph", "functions"),
-    "GraphProto": ("initializer", "sparse_initializer", "node", "input", "output", "value_info"),
-    "FunctionProto": ("node",),
-    "NodeProto": ("attribute",),
-    "AttributeProto": ("t", "tensors", "sparse_tensor", "sparse_tensors", "g", "graphs"),
-    "SparseTensorProto": ("values", "indices"),
-}
+@cache
+def _nested(kind: Any) -> list[str]:
+    """The fields of a kind of message that have messages."""
+    return [field.name for field in kind.fields if field.message_type is not None]
 
 
 def _names(message: Message) -> Iterator[object]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import onnx.inliner
-from numpy.typing import NDArray
 from onnx import AttributeProto, ModelProto, NodeProto
 
 from layerwise.arguments import Count, checked
@@ -20,7 +19,6 @@ from layerwise.importers.onnx.file import inferred, opset_of, read_onnx
 from layerwise.importers.onnx.importer import OnnxNetwork, build_graph
 from layerwise.importers.onnx.inputs import model_inputs
 from layerwise.importers.onnx.ops.table import row
-from layerwise.importers.onnx.sharing import PlacedValue
 
 
 @checked
@@ -58,7 +56,14 @@ def from_onnx(
         ...     from_onnx(file.name, batch=8).batch
         8
     """
-    imported = _imported(path, batch, name)
+    return import_onnx(path, batch, name).graph
+
+
+def import_onnx(path: str | Path, batch: int | None = None, name: str | None = None) -> OnnxNetwork:
+    """`from_onnx`'s network with its values, each of which is read when it is asked for."""
+    file = Path(path)
+    model = _composites_inlined(read_onnx(file), file.parent)
+    imported = build_graph(model, file.parent, name or file.stem, model_inputs(model.graph, batch))
     graph = imported.graph
     if imported.unsampled and batch not in (None, graph.batch):
         raise LayerwiseError(
@@ -68,41 +73,11 @@ def from_onnx(
     made = graph if batch is None else graph.rebatch(batch)
     if made.batch > 1:  # a file for one sample does not show which dimension that is
         check_samples(made)
-    return made
-
-
-def load_onnx_weights(path: str | Path) -> Mapping[str, NDArray[np.generic]]:
-    """Returns the values of all parameters and constants of `from_onnx(path)`, by their names in the graph.
-
-    Each is read when it is accessed, external data from a memory map: copy it before you write to it.
-    """
-    return _Weights(_imported(path, None, None).values)
-
-
-class _Weights(Mapping[str, NDArray[np.generic]]):
-    def __init__(self, values: Mapping[str, PlacedValue]) -> None:
-        self._values = values
-
-    def __getitem__(self, name: str) -> NDArray[np.generic]:
-        return self._values[name].read()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-
-def _imported(path: str | Path, batch: int | None, name: str | None) -> OnnxNetwork:
-    file = Path(path)
-    model = _composites_inlined(read_onnx(file), file.parent)
-    return build_graph(model, file.parent, name or file.stem, model_inputs(model.graph, batch))
+    return replace(imported, graph=made)
 
 
 def _composites_inlined(model: ModelProto, folder: Path) -> ModelProto:
-    """The model with composite operators (MeanVarianceNormalization) that layerwise lacks replaced by their ONNX
-    definition.
-    """
+    """The model with composite operators that layerwise lacks replaced by their ONNX definition."""
     opset = opset_of(model, "the model")
     unknown: set[str] = set()
     nodes: Sequence[NodeProto] = model.graph.node

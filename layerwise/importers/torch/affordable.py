@@ -20,9 +20,7 @@ ACCELERATED = 100  # factor on an accelerator
 
 
 def check_affordable(graph: LayerGraph, device: str, *, drawn: bool) -> None:
-    """Raises UnprovenError if running the layers takes too much time or memory. drawn: their values are drawn on this
-    host.
-    """
+    """Raises UnprovenError if running the layers takes too much time or memory. drawn: this host draws their values."""
     most_bytes = MOST_DRAWN if drawn else MOST_BYTES
     if device == "cpu":
         most_bytes = min(most_bytes, _host_bytes())

@@ -178,13 +178,15 @@ def _imported(model: nn.Module, call: Call, name: str, fed: Fed, runs: _Runs) ->
         except UnlikeError as error:
             different.append(error)
         except UnprovenError as why:
-            alike = next((other for other in traces[:-1] if _difference(other, traces[-1]) is None), None)
-            if alike is not None:  # the first run, which another rank may have done
+            first, layer = traces[0], _difference(traces[0], traces[-1])
+            if layer is not None:
+                different.append(_depends(layer))
+            elif len(traces) > 1:  # the first run, which another rank may have done
                 # of a second call: what the first has set stays
                 effects = (*imported.graph.unseen, *traces[-1].changed)
-                graph = replace(alike.graph.rebatch(batch), unseen=effects)
-                return replace(alike, graph=graph, unproven=str(why), fed=fed)
-            different += [_depends(str(_difference(t, traces[-1]))) for t in traces[:-1]]
+                return replace(
+                    first, graph=replace(first.graph.rebatch(batch), unseen=effects), unproven=str(why), fed=fed
+                )
     if not traces:
         import_module(model, call, name)  # what it refuses at the example's own sizes is said of these
         raise of_some_batches(refused)
@@ -197,9 +199,7 @@ def _imported(model: nn.Module, call: Call, name: str, fed: Fed, runs: _Runs) ->
 
 
 def _check_numbers(imported: Imported, uneven: Collection[int]) -> None:
-    """Raises LayerwiseError if an output number is not the mean or sum over parts of the samples,
-    nor a counting loss.
-    """
+    """Raises LayerwiseError if an output number is no mean or sum over parts of the samples, and no counting loss."""
     graph, structure = imported.graph, imported.structure
     numbers = () if structure is None else structure.numbers
     ends = graph.layers[-1].inputs
@@ -227,9 +227,7 @@ def distinct(model: nn.Module, call: Call, fed: Fed) -> list[int]:
 
 
 def _at(model: nn.Module, call: Call, fed: Fed, samples: int, name: str, after: Imported | None = None) -> Imported:
-    """A trace with `samples` samples, which have shapes and no values. after: an earlier trace whose changed numbers
-    stay.
-    """
+    """A trace with `samples` samples without values. after: an earlier trace, whose changed numbers stay."""
     with TRACING:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
 

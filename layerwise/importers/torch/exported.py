@@ -20,15 +20,14 @@ from layerwise.importers.torch.traced_program import (
     TracedProgram,
     Value,
     bind,
-    control_flow,
     leave_region,
-    left_open,
     module_path,
+    where,
 )
 from layerwise.tensorfile import dtype_name
 
 
-def read_program(exported: ExportedProgram, name: str) -> TracedProgram:
+def read_program(exported: ExportedProgram) -> TracedProgram:
     """The TracedProgram of an ExportedProgram."""
     signature, graph = exported.graph_signature, exported.graph
     placeholders = {node.name: node for node in graph.nodes if node.op == "placeholder"}
@@ -63,7 +62,7 @@ def read_program(exported: ExportedProgram, name: str) -> TracedProgram:
     outputs = tuple(ref for i in users if isinstance(ref := returned[i], Ref))
     values = (node.meta["val"] for node in placeholders.values())
     device = next((value.device.type for value in values if isinstance(value, torch.Tensor)), "cpu")
-    return TracedProgram(name, tuple(sources), tuple(reader.nodes), outputs, device)
+    return TracedProgram(tuple(sources), tuple(reader.nodes), outputs, device)
 
 
 _RETURNED = (OutputKind.USER_OUTPUT, OutputKind.LOSS_OUTPUT)
@@ -100,11 +99,10 @@ class FxReader:
         elif isinstance(target, torch._ops.HigherOrderOperator):
             self.values[node] = self.region(node, str(target.name()))  # type: ignore[no-untyped-call]
         elif isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)):
-            self.values[node] = _number(val, f"layer {(module_path(stack_of(node)) or node.name)!r}")
+            self.values[node] = _number(val, _place(node))
         elif isinstance(target, torch._ops.OpOverload):
-            where = f"layer {(module_path(stack_of(node)) or node.name)!r}"
             outputs = tuple(
-                Value(name, _shape(v, where), dtype_name(v.dtype)) if isinstance(v, torch.Tensor) else None
+                Value(name, _shape(v, _place(node)), dtype_name(v.dtype)) if isinstance(v, torch.Tensor) else None
                 for name, v in _named(self.prefix + node.name, val)
             )
             bound = bind(target, self.argument(node.args), self.argument(dict(node.kwargs)))
@@ -121,7 +119,10 @@ class FxReader:
         assert isinstance(arguments, tuple)
         place = next((i for i, a in enumerate(arguments) if isinstance(a, fx.GraphModule)), None)
         if name not in REGIONS or place is None:
-            raise control_flow(name, module_path(stack_of(node)))
+            raise LayerwiseError(
+                f"{where(stack_of(node))} has control flow ({name}) that depends on data, but layerwise plans fixed "
+                "graphs only: use torch.where, or move it out of the model"
+            )
         body = arguments[place]
         inner = FxReader(body, f"{self.prefix}{node.name}.")
         inner.nodes = self.nodes
@@ -152,6 +153,10 @@ def stack_of(node: fx.Node) -> Stack:
     return tuple(stack)
 
 
+def _place(node: fx.Node) -> str:
+    return f"layer {(module_path(stack_of(node)) or node.name)!r}"
+
+
 def _named(name: str, val: object) -> list[tuple[str, object]]:
     if isinstance(val, (list, tuple)):
         return [(f"{name}[{i}]", v) for i, v in enumerate(val)]
@@ -163,18 +168,21 @@ def _stored(exported: ExportedProgram, target: str) -> torch.Tensor | None:
     return getattr(tensor, "layerwise_value", tensor) if isinstance(tensor, torch.Tensor) else None
 
 
-def _shape(tensor: torch.Tensor, where: str, kind: str = "") -> tuple[int, ...]:
+def _shape(tensor: torch.Tensor, name: str, kind: str = "") -> tuple[int, ...]:
     for dim, size in enumerate(tensor.shape):
         if kind == "input" and isinstance(size, torch.SymInt) and (dim > 0 or not size.node.expr.is_symbol):
-            raise left_open(where, dim, size)
-    return tuple(int(_number(size, where)) for size in tensor.shape)
+            raise LayerwiseError(
+                f"input {name!r}: dimension {dim} is left open ({size}), but only the batch, dimension 0, may be: "
+                "export the model with a fixed size for it"
+            )
+    return tuple(int(_number(size, name)) for size in tensor.shape)
 
 
-def _number(value: object, where: str) -> int | float | bool:
+def _number(value: object, name: str) -> int | float | bool:
     """The size that the example inputs give a symbolic number."""
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         if not value.node.has_hint():
-            raise LayerwiseError(f"{where}: size {value} depends on data, but layerwise needs fixed sizes")
+            raise LayerwiseError(f"{name}: size {value} depends on data, but layerwise needs fixed sizes")
         value = value.node.hint
     assert isinstance(value, (int, float))
     return value

@@ -12,9 +12,7 @@ from layerwise.arguments import checked
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.torch.batches import import_once
-from layerwise.importers.torch.exported import read_program
-from layerwise.importers.torch.patterns import rewrite
-from layerwise.importers.torch.program import Stored, build_graph
+from layerwise.importers.torch.program import import_program
 
 
 @checked
@@ -50,38 +48,17 @@ def from_torch(
         >>> [layer.kinds for layer in graph.inner]
         ['linear', 'relu']
     """
-    return import_torch(model, example_inputs, kwargs=kwargs, name=name)[0]
-
-
-def import_torch(
-    model: nn.Module | fx.GraphModule | ExportedProgram,
-    example_inputs: Sequence[object] | torch.Tensor | None = None,
-    *,
-    kwargs: Mapping[str, object] | None = None,
-    name: str | None = None,
-) -> tuple[LayerGraph, Stored]:
-    """`from_torch`'s graph, and functions that return the values of parameters and constants (the
-    model's own tensors).
-    """
     examples = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else tuple(example_inputs or ())
-    title = name or _title(model)
     if isinstance(model, ExportedProgram):
-        graph, stored = build_graph(rewrite(read_program(model, title)), title)
-    elif isinstance(model, nn.Module):
-        if not examples and not kwargs:
-            how = "from_torch(model, (torch.randn(8, 3, 64, 64),))"
-            raise LayerwiseError(f"model {title!r}: pass example inputs, as in {how}")
-        imported = import_once(model, (examples, dict(kwargs or {})), title)
-        return imported.graph, imported.stored
-    else:
+        graph, _ = import_program(model, name or "model")
+        first = next((e for e in examples if isinstance(e, torch.Tensor) and e.dim()), None)
+        return graph if first is None else graph.rebatch(first.shape[0])
+    title = name or type(model).__name__
+    if not isinstance(model, nn.Module):
         raise LayerwiseError(
             f"from_torch takes an nn.Module, an fx.GraphModule or an ExportedProgram, not {type(model).__name__}"
         )
-    first = next((e for e in examples if isinstance(e, torch.Tensor) and e.dim()), None)
-    return (graph if first is None else graph.rebatch(first.shape[0])), stored
-
-
-def _title(model: object) -> str:
-    if isinstance(model, ExportedProgram):
-        return "model"
-    return type(model).__name__
+    if not examples and not kwargs:
+        how = "from_torch(model, (torch.randn(8, 3, 64, 64),))"
+        raise LayerwiseError(f"model {title!r}: pass example inputs, as in {how}")
+    return import_once(model, (examples, dict(kwargs or {})), title).graph

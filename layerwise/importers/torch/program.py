@@ -10,6 +10,7 @@ from math import prod
 
 import numpy as np
 import torch
+from torch.export import ExportedProgram
 
 from layerwise.errors import LayerwiseError
 from layerwise.graph.builder import GraphBuilder
@@ -23,8 +24,10 @@ from layerwise.importers.torch.calls.functional import functional
 from layerwise.importers.torch.calls.torch_placer import TorchPlacer, input_spec, layer_names, shared_parameters
 from layerwise.importers.torch.calls.types import follows, typed
 from layerwise.importers.torch.calls.unknown import decomposed, torch_call, why_not
+from layerwise.importers.torch.exported import read_program
 from layerwise.importers.torch.ops.table import CHECKS, ELSE_AS_IT_IS, SHAPED_ONLY, base_name, row
 from layerwise.importers.torch.ops.views import REPEATING, SHAPED, UNCHANGED
+from layerwise.importers.torch.patterns import rewrite
 from layerwise.importers.torch.traced_program import Node, Ref, TracedProgram, Value, samples_in
 from layerwise.ops.tensor.pointwise import Unary
 from layerwise.tensor import TensorSpec
@@ -32,12 +35,12 @@ from layerwise.tensor import TensorSpec
 Stored = Mapping[str, Callable[[], torch.Tensor | None]]  # functions that return parameters and constants, by name
 
 
-def build_graph(program: TracedProgram, title: str, *, fixed: bool = False) -> tuple[LayerGraph, Stored]:
-    """The layers of a program, and its own values.
+def import_program(exported: ExportedProgram, title: str, *, fixed: bool = False) -> tuple[LayerGraph, Stored]:
+    """The layers of an exported program, and its own values.
 
     fixed: it has no other batch, and every rank is given all of it.
     """
-    importer = _Importer(program, title)
+    importer = _Importer(functional(decomposed(rewrite(read_program(exported)))), title)
     graph = importer.graph()
     if not fixed:
         check_samples(graph)
@@ -46,7 +49,7 @@ def build_graph(program: TracedProgram, title: str, *, fixed: bool = False) -> t
 
 class _Importer:
     def __init__(self, program: TracedProgram, title: str) -> None:
-        self.program = program = functional(decomposed(program))
+        self.program = program
         self.constants = Constants()
         self.values: dict[str, Operand] = {}
         self.losses: dict[str, str] = {}  # losses, with their reductions: numbers in PyTorch, one a sample here
@@ -121,9 +124,7 @@ class _Importer:
         return replace(graph, folded=frozenset(self.folded(graph)), unseen=self.program.effects)
 
     def folded(self, graph: LayerGraph) -> Iterator[str]:
-        """Yields the buffers that constants are computed from, or that no layer holds: the graph
-        contains their values.
-        """
+        """Yields the buffers that constants are computed from, or that no layer holds: the graph has their values."""
         held = {name for layer in graph.layers for name, _ in layer.own_parameters()}
         every = {s.value.name: s.target for s in self.program.sources if s.kind == "buffer"}
         buffers = {name: target for name, target in every.items() if not target.endswith("num_batches_tracked")}

@@ -75,9 +75,7 @@ def check_runnable(model: nn.Module, call: Call, graph: LayerGraph | None, sampl
 
 @contextmanager
 def running(model: nn.Module) -> Iterator[None]:
-    """A context to run the model in: no other model is traced, parameters without memory have
-    values, warnings are off.
-    """
+    """A context to run the model in: nothing is traced, parameters without memory have values, warnings are off."""
     with TRACING, warnings.catch_warnings(), torch.inference_mode(False), filled(model):
         warnings.simplefilter("ignore")  # the model repeats its warnings when it really runs
         yield

@@ -28,15 +28,14 @@ from layerwise.importers.torch.read.effects import (
     noted,
     numbers,
     put_back,
-    uncompiled,
 )
 from layerwise.importers.torch.unfused import (
+    Undrawing,
     UnlikeError,
     UnprovenError,
     distance,
     fixed_weights,
     is_hollow,
-    undrawing,
     values_like,
 )
 
@@ -248,16 +247,15 @@ def _run(
     known: Sequence[BatchStatistics | None] | None = None,
     wanted: Sequence[Tensor] = (),
 ) -> ModelRun:
-    """Returns the result of one call, with gradients of `wanted`. known: statistics for its batch
-    norms, in call order.
-    """
+    """The result of one call, with gradients of `wanted`. known: statistics for its batch norms, in call order."""
     positional, named = pytree.tree_map_only(Tensor, Tensor.clone, call)
     seen, norms, error = dict[str, Tensor](), _BatchNorms(samples, known), None
     gradients: Sequence[Tensor | None] = ()
     with torch.set_grad_enabled(known is None):
         try:
-            with noted(model, seen), undrawing(), norms:
-                leaves = pytree.tree_leaves(uncompiled(model)(*positional, **named))
+            with noted(model, seen), Undrawing(), norms:  # type: ignore[no-untyped-call]
+                plain = getattr(model, "_orig_mod", model)  # a compiled one would never recompile after such a call
+                leaves = pytree.tree_leaves(plain(*positional, **named))
         except (LayerwiseError, torch.OutOfMemoryError) as failed:
             raise UnprovenError(f"it cannot be run here: {first_line(failed)}") from failed
         except Exception as failed:  # the model's own code may raise anything
@@ -265,7 +263,7 @@ def _run(
         counted, moved = numbers(model), buffers_of(model)
         if known is None:
             try:
-                with undrawing():
+                with Undrawing():  # type: ignore[no-untyped-call]
                     gradients = gradients_of([x for x in leaves if isinstance(x, Tensor)], wanted)
             except UnlikeError as failed:
                 error = failed

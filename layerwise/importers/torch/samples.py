@@ -7,9 +7,8 @@ if several are as long as the batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import combinations
 
 import torch
@@ -114,44 +113,35 @@ def _subsets(fed: Fed) -> Iterator[frozenset[int]]:
         yield from map(frozenset, combinations(rows, count))
 
 
-@dataclass(frozen=True, slots=True)
-class _Away:
-    """How much the rows of parts differ, relative to the largest number, and what differs."""
-
-    distance: float
-    what: str
-    uneven: tuple[int, ...]  # see `Fed`
-
-
-def _tried(trial: Trial, compare: Callable[[Trial], _Away]) -> tuple[Trial, tuple[int, ...]]:
-    """The trial, and `Fed.uneven`. Raises MixedSamplesError, UnprovenError or NotRunError."""
-    most = min((ROUNDED.get(t, 0.0) for t in trial.types), default=EXACT)
-    while True:
-        found = compare(trial)
-        if found.uneven or not found.distance <= most:
-            found, most = compare(trial.wide), NARROW if trial.wide.every.narrow else EXACT
-        if found.distance <= most:
-            return trial, found.uneven
-        if not trial.settle():  # the cause is not that a second call, or one without gradients, differs
-            raise MixedSamplesError(found.what, _mixing(trial))
-
-
 def _of_parts(model: nn.Module, call: Call, fed: Fed) -> tuple[Trial, tuple[int, ...]]:
-    """Compares the model's results for five samples with those for three and two of them."""
+    """The model's results for five samples, and for three and two of them, which must be the same; and `Fed.uneven`.
+
+    Raises MixedSamplesError, UnprovenError or NotRunError.
+    """
     many = sum(PARTS)
-    every = _as_given(fed.map(lambda x: _distinct(x, many), runnable(call)), call)
+    every = fed.map(lambda x: _distinct(x, many).requires_grad_(x.requires_grad), runnable(call))
     parts = [
         (fed.map(lambda x, lo=lo, n=count: x.detach()[lo : lo + n], every), count)  # type: ignore[misc]
         for lo, count in ((0, PARTS[0]), PARTS)
     ]
-    return _tried(Trial(model, every, many, parts), _by_parts)
+    trial = Trial(model, every, many, parts)
+    most = min((ROUNDED.get(t, 0.0) for t in trial.types), default=EXACT)
+    while True:
+        away, what, uneven = _by_parts(trial)
+        if uneven or not away <= most:
+            (away, what, uneven), most = _by_parts(trial.wide), NARROW if trial.wide.every.narrow else EXACT
+        if away <= most:
+            return trial, uneven
+        if not trial.settle():  # the cause is not that a second call, or one without gradients, differs
+            raise MixedSamplesError(what, _mixing(trial))
 
 
-def _by_parts(trial: Trial) -> _Away:
+def _by_parts(trial: Trial) -> tuple[float, str, tuple[int, ...]]:
+    """How much the rows of parts differ, relative to the largest number; what differs; and `Fed.uneven`."""
     many, every, parts = trial.samples, trial.every.leaves, [part.leaves for part in trial.others]
     uneven, worst = list[int](), (0.0, "")
     if any(len(part) != len(every) for part in parts):
-        return _Away(float("inf"), "the number of values that the model returns depends on the number of samples", ())
+        return float("inf"), "the number of values that the model returns depends on the number of samples", ()
     for i, (all_rows, *halves) in enumerate(zip(every, *parts, strict=True)):
         tensors = [x for x in halves if isinstance(x, Tensor)]
         if not isinstance(all_rows, Tensor) or len(tensors) < len(halves):
@@ -163,7 +153,7 @@ def _by_parts(trial: Trial) -> _Away:
                     f"output {i} has shape {tuple(all_rows.shape)} for {many} samples but {tuple(tensors[0].shape)} "
                     f"for {PARTS[0]}: each sample must have the same number of rows"
                 )
-                return _Away(float("inf"), what, ())
+                return float("inf"), what, ()
             away, what = distance(torch.cat(tensors, dim), all_rows), "has rows that change with the other samples"
         elif all_rows.dim():
             away, what = (
@@ -175,7 +165,7 @@ def _by_parts(trial: Trial) -> _Away:
             uneven += [i] * (not _is_loss(all_rows, tensors))
         if not away <= worst[0]:
             worst = away, f"output {i}, of shape {tuple(all_rows.shape)}, {what}"
-    return _Away(*worst, tuple(uneven))
+    return *worst, tuple(uneven)
 
 
 def _is_loss(all_samples: Tensor, parts: Sequence[Tensor]) -> bool:
@@ -196,15 +186,6 @@ def _along(whole: Tensor, parts: Sequence[Tensor]) -> int | None:
         whole.shape[differ[0]] * n == x.shape[differ[0]] * many for x, n in zip(parts, PARTS, strict=True)
     )
     return differ[0] if fits else None
-
-
-def _as_given(samples: Call, call: Call) -> Call:
-    """These inputs, with gradients for those that have one in the example."""
-    wanted, (leaves, tree) = pytree.tree_leaves(call), pytree.tree_flatten(samples)
-    pairs = zip(leaves, wanted, strict=True)
-    made = [x.detach().requires_grad_(y.requires_grad) if isinstance(x, Tensor) else x for x, y in pairs]
-    with_gradients: Call = pytree.tree_unflatten(made, tree)
-    return with_gradients
 
 
 def _distinct(x: Tensor, samples: int) -> Tensor:

@@ -7,7 +7,7 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from threading import get_ident
@@ -19,9 +19,7 @@ from torch.export import ExportedProgram
 
 from layerwise.errors import LayerwiseError, first_line
 from layerwise.graph.layer_graph import LayerGraph
-from layerwise.importers.torch.exported import read_program
-from layerwise.importers.torch.patterns import rewrite
-from layerwise.importers.torch.program import Stored, build_graph
+from layerwise.importers.torch.program import Stored, import_program
 from layerwise.importers.torch.read.arguments import Arguments, Call, OutputStructure, structure_of
 from layerwise.importers.torch.read.effects import (
     Numbers,
@@ -51,18 +49,13 @@ class Imported:
     stored: Stored
     structure: OutputStructure | None  # see `structure_of`
     arguments: Arguments  # how it was called
-    before: Numbers  # its attributes that are numbers, and their values after the call
-    after: Numbers
+    after: Numbers = field(default_factory=dict)  # its attributes that are numbers, as the call leaves them
+    changed: tuple[str, ...] = ()  # a phrase for each of them that the call changes
     unproven: str | None = None  # why its layers were not run beside it
     inputs_without_gradient: str | None = None  # why gradients of inputs differ from the module's
     fed: Fed | None = None  # which inputs have samples
     called: frozenset[str] = frozenset()  # paths of the leaf modules that it calls
     written: frozenset[str] = frozenset()  # paths of module attributes that it sets or changes
-
-    @property
-    def changed(self) -> tuple[str, ...]:
-        """A phrase for each attribute that its call changes."""
-        return changed(self.before, self.after)
 
     def rebatch(self, batch: int) -> Imported:
         """The same module at another number of samples."""
@@ -79,22 +72,21 @@ def import_module(
 ) -> Imported:
     """Traces a module with the call's number of samples.
 
-    after: an earlier call, which has changed numbers. fixed: as `build_graph` has it.
+    after: an earlier call, which has changed numbers. fixed: as `import_program` has it.
     """
-    known = numbers(model)
-    try:
+    with unchanged(model):
         if after is not None:
             put_back(model, after.after)
         before = numbers(model)
         exported, effects = _export(model, *call, name)
-    finally:
-        put_back(model, known)
-    graph, stored = build_graph(rewrite(read_program(exported, name)), name, fixed=fixed)
+    graph, stored = import_program(exported, name, fixed=fixed)
     structure = structure_of(exported, len(graph.layers[-1].inputs))
     arguments = Arguments.of(model, exported, graph.batch)
     graph = replace(graph, unseen=(*graph.unseen, *effects.found))
-    called, written = frozenset(effects.called), frozenset(effects.written)
-    return Imported(graph, stored, structure, arguments, before, effects.numbers, called=called, written=written)
+    return Imported(
+        graph, stored, structure, arguments, effects.numbers, changed(before, effects.numbers),
+        called=frozenset(effects.called), written=frozenset(effects.written),
+    )  # fmt: skip
 
 
 def _export(
@@ -121,7 +113,6 @@ def _export(
             warnings.catch_warnings(action="ignore"),
             redirect_stderr(cast("IO[str]", _Unprinted())),  # a half-traced graph
             effects.on(model),
-            unchanged(model),
             _all_on_meta(model),
         ):
             configure(model)
@@ -151,9 +142,7 @@ class _Unprinted:
 
 @contextmanager
 def _all_on_meta(model: nn.Module) -> Iterator[None]:
-    """A context that, if some tensors are on the meta device, replaces the others by stand-ins that
-    know their values.
-    """
+    """A context in which, if some tensors are on the meta device, stand-ins that know the values replace the others."""
     tensors = [*model.parameters(), *model.buffers()]
     made: dict[int, torch.Tensor] = {}
     swapped: list[tuple[dict[str, Any], str, torch.Tensor]] = []

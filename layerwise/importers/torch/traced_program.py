@@ -12,7 +12,6 @@ from threading import Lock
 
 import torch
 
-from layerwise.errors import LayerwiseError
 from layerwise.graph.types import Region, Regions
 from layerwise.tensorfile import dtype_name
 
@@ -74,7 +73,6 @@ class Node:
 class TracedProgram:
     """Sources, calls in order, and the model's outputs."""
 
-    name: str
     sources: tuple[Source, ...]
     nodes: tuple[Node, ...]
     outputs: tuple[Ref, ...]
@@ -150,9 +148,7 @@ def called(node: Node, tensor: Callable[[Ref], torch.Tensor], device: str) -> ob
 def leave_region(
     kind: str, nodes: list[Node], first: int, arguments: Sequence[object], returned: Iterable[object]
 ) -> tuple[object, ...]:
-    """Returns the results of a region whose calls begin at `first`: autocast marks the calls, no_grad detaches the
-    results.
-    """
+    """The results of a region whose calls begin at `first`: autocast marks the calls, no_grad detaches the results."""
     if kind == AUTOCAST:
         device, dtype, enabled = arguments[:3]
         region = Region(str(device), dtype_name(dtype) if enabled and isinstance(dtype, torch.dtype) else None)
@@ -195,26 +191,7 @@ def module_path(stack: Stack) -> str:
     return stack[-1][1] if stack else ""
 
 
-def where(node: Node) -> str:
+def where(stack: Stack) -> str:
     """The module that makes a call, for messages."""
-    return _module(module_path(node.stack))
-
-
-def _module(path: str) -> str:
+    path = module_path(stack)
     return f"layer {path!r}" if path else "the model"
-
-
-def control_flow(name: str, path: str) -> LayerwiseError:
-    """The error for a region that depends on data."""
-    return LayerwiseError(
-        f"{_module(path)} has control flow ({name}) that depends on data, but layerwise plans fixed graphs only: use "
-        "torch.where, or move it out of the model"
-    )
-
-
-def left_open(name: str, dim: int, size: object) -> LayerwiseError:
-    """The error for a size that is not fixed."""
-    return LayerwiseError(
-        f"input {name!r}: dimension {dim} is left open ({size}), but only the batch, dimension 0, may be: export the "
-        "model with a fixed size for it"
-    )

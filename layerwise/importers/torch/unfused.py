@@ -6,7 +6,7 @@ Fixed draws mean that nothing is dropped. A module without memory gets random va
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -16,13 +16,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from layerwise.errors import LayerwiseError
-from layerwise.geometry import Box
 from layerwise.graph.layer import Layer
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.graph.types import autocast_within
 from layerwise.ops.base import Op, Role
 from layerwise.ops.facts import Local
-from layerwise.ops.fused import needed_box
+from layerwise.ops.fused import undivided
 from layerwise.ops.nn.attention import Attention
 from layerwise.ops.tensor.draw import Draw
 from layerwise.ops.tensor.pointwise import Dropout
@@ -40,15 +39,13 @@ class UnlikeError(LayerwiseError):
 
 
 class UnfusedLayers:
-    """The layers of an unfused graph, run on one device with fixed numbers for random draws (`undrawing`)."""
+    """The layers of an unfused graph, run on one device with fixed numbers for random draws (`Undrawing`)."""
 
     def __init__(self, graph: LayerGraph, state: Mapping[str, Tensor | None], *, training: bool) -> None:
         self.graph, self.state, self.training = graph, state, training
 
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Each layer's output. Raises UnlikeError if a layer cannot run, and UnprovenError if a
-        constant has no value.
-        """
+        """Each layer's output. Raises UnlikeError if a layer cannot run, UnprovenError if a constant has no value."""
         made: dict[str, Tensor] = {}
         device = next(iter(inputs.values())).device
         for layer in self.graph.layers[:-1]:
@@ -74,13 +71,11 @@ class UnfusedLayers:
             p.name: (tied[i] if i in tied else self._stored(layer.parameters[i], p.shape, device)).reshape(p.shape)
             for i, p in enumerate(where.parameters)
         }
-        cell = Box.full(dim.extent for dim in where.dims)
-        needs = tuple(needed_box(maps, cell) for maps in where.needs)
-        local = Local(where, layer.specs, cell, needs, training=self.training, device=device)
+        local = undivided(where, layer.specs, training=self.training, device=device)
         wanted = autocast_within(layer.autocast, device.type, None)
         dtype = None if wanted is None else getattr(torch, wanted)
         with torch.autocast(device.type, dtype, enabled=dtype is not None, cache_enabled=False):
-            needed = [x[box.slices()] for x, box in zip(inputs, needs, strict=False)]
+            needed = [x[box.slices()] for x, box in zip(inputs, local.needs, strict=False)]
             return undrawn(layer.op, local, needed, parameters)
 
     def _stored(self, name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
@@ -120,11 +115,7 @@ class UnprovenError(LayerwiseError):
     """Raised if the layers cannot run beside the module, or not within the time and memory limits."""
 
 
-def undrawing() -> AbstractContextManager[object]:
-    return _Undrawn()  # type: ignore[no-untyped-call]
-
-
-class _Undrawn(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Undrawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode in which random draws return fixed numbers; bernoulli returns 1, so that nothing is dropped."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

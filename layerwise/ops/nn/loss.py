@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import AxisMap, identity, scaled, whole
 from layerwise.ops.base import Op, volumes
-from layerwise.ops.facts import Counts, Extents, Local, Maps, Saved, Statistics
+from layerwise.ops.facts import AllReduce, Counts, Extents, Local, Maps, Saved, Statistics
 from layerwise.ops.specs import merge_labels, only
 from layerwise.ops.tensor.reduce import divided, in_parts
 from layerwise.tensor import TensorSpec
@@ -193,9 +193,6 @@ def _counted(target: Tensor, ignored: int, weight: Tensor | None) -> Tensor:
 def _each_class(spec: TensorSpec, rank: int) -> TensorSpec:
     """The tensor without dimension 1, the classes; a target of indices, of lower rank, has none."""
     return only(spec, [i for i in range(rank) if i != 1]) if len(spec.shape) == rank else spec
-
-
-AllReduce = Callable[["Tensor"], "Tensor"]
 
 
 def counted_mean(summed: Tensor, counted: Tensor, samples: int, all_reduce: AllReduce | None) -> Tensor:

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from layerwise.ops.facts import AllReduce
+
 if TYPE_CHECKING:
     from torch import Tensor
-
-AllReduce = Callable[["Tensor"], "Tensor"]
 
 
 def normalised(

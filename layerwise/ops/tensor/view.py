@@ -165,9 +165,7 @@ class Slice(View):
         return x if taken.step > 0 else x.flip(dim)
 
     def rebatch(self, inputs: Sequence[TensorSpec], out: TensorSpec, new_inputs: Sequence[TensorSpec]) -> Op:
-        """A part of the samples (a chunk of the batch, or all in reverse) stays that part; other
-        slices do not change.
-        """
+        """A part of the samples (a chunk of the batch, all in reverse) stays that part; other slices do not change."""
         (x,), (y,) = inputs, new_inputs
         dim, taken = self._taken(x)
         old, new = x.shape[dim], y.shape[dim]

@@ -83,7 +83,7 @@ class ModelComparison:
         fed = Fed(next((len(leaves[i]) for i in rows), 0), rows)
         if not all(bool(p.isfinite().all()) for p in (*model.parameters(), *given.values())):
             raise UnprovenError("parameters or inputs are not finite")
-        imported = Imported(self.graph, stored, self.structure, arguments, {}, {})
+        imported = Imported(self.graph, stored, self.structure, arguments)
         with without_hooks(model), torch.autocast(device.type, enabled=False):
             return compared(imported, model, there, fed).graph.unseen
 

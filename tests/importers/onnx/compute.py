@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
 from layerwise.graph.layer_graph import LayerGraph
+from layerwise.importers.onnx.from_onnx import import_onnx
+from layerwise.importers.torch.unfused import UnfusedLayers
 from layerwise.ops.base import Role
-from tests.importers.evaluate import evaluate
 
 Array = NDArray[np.generic]
 
@@ -21,7 +22,14 @@ def compute(graph: LayerGraph, inputs: Sequence[Array], weights: Mapping[str, Ar
     names = [layer.name for layer in graph.layers if layer.role is Role.INPUT]
     fed = {name: torch.tensor(x) for name, x in zip(names, inputs, strict=False)}
     stored = {name: torch.tensor(value) for name, value in weights.items()}
-    return [x.numpy() for x in evaluate(graph, fed, stored, training=False, typed=True)]
+    made = UnfusedLayers(graph, stored, training=False).run(fed)
+    assert all(str(x.dtype) == f"torch.{graph[name].out.dtype}" for name, x in made.items() if name not in names)
+    return [made[name].numpy() for name in graph.layers[-1].inputs]
+
+
+def weights_of(path: Path) -> dict[str, Array]:
+    """The values of a file's parameters and constants, by their names in the graph."""
+    return {name: value.read() for name, value in import_onnx(path).values.items()}
 
 
 # ---- small models

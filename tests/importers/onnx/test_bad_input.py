@@ -11,8 +11,8 @@ from onnx import TensorProto, helper
 from layerwise.errors import LayerwiseError
 from layerwise.importers.onnx import constants as onnx_constants
 from layerwise.importers.onnx.file import read_onnx
-from layerwise.importers.onnx.from_onnx import from_onnx, load_onnx_weights
-from tests.importers.onnx.compute import info, node, random, tensor, write
+from layerwise.importers.onnx.from_onnx import from_onnx
+from tests.importers.onnx.compute import info, node, random, tensor, weights_of, write
 
 
 def refused(path: Path, *words: str, batch: int | None = None) -> None:
@@ -188,7 +188,7 @@ def test_external_data(tmp_path: Path) -> None:
     values.tofile(tmp_path / "weights" / "w.bin")
     path = external(tmp_path, "weights/w.bin", offset="8", length="48")
     assert from_onnx(path, batch=2).parameter_count() == 12
-    np.testing.assert_array_equal(load_onnx_weights(path)["w"], values[2:].reshape(4, 3))
+    np.testing.assert_array_equal(weights_of(path)["w"], values[2:].reshape(4, 3))
     (tmp_path / "inside").symlink_to(tmp_path / "weights")
     assert from_onnx(external(tmp_path, "./inside/w.bin")).batch == 1
 

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from layerwise import models
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer_graph import LayerGraph
-from layerwise.importers.onnx.from_onnx import from_onnx, load_onnx_weights
+from layerwise.importers.onnx.from_onnx import from_onnx
 from layerwise.importers.torch.from_torch import from_torch
 from layerwise.ops.base import Role
 from layerwise.ops.ends import Tied
-from tests.importers.onnx.compute import compute
+from tests.importers.onnx.compute import compute, weights_of
 
 LIGHT = Path(onnx.__file__).parent / "backend" / "test" / "data" / "light"
 
@@ -45,7 +45,10 @@ def shapes(graph: LayerGraph) -> list[object]:
     return [(la.name, la.op.kind, la.inputs, la.parameters, la.out.dims, la.out.shape) for la in graph.layers]
 
 
-@pytest.mark.parametrize("name", ZOO)
+SLOW = ("densenet121",)  # the Inceptions have its operators
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in ZOO])
 def test_zoo(name: str) -> None:
     """Opset 9, batch 1 baked into reshapes, weights from ConstantOfShape and Unsqueeze."""
     path = LIGHT / f"light_{name}.onnx"
@@ -252,7 +255,7 @@ def test_networks(name: str, way: str, tmp_path: Path) -> None:
     net.eval()
     path = export(net, (x.repeat(3 if way == "three" else 1, *(1 for _ in x.shape[1:])),), tmp_path / "m.onnx",
                   opset_version=17, **WAYS[way])  # fmt: skip
-    weights = load_onnx_weights(path)
+    weights = weights_of(path)
     for batch in (1, 3):
         graph = from_onnx(path, batch=batch)
         check(graph, weights, net, torch.cat([example() for _ in range(batch)]))
@@ -275,7 +278,7 @@ def test_opsets_of_the_exporter(opset: int, tmp_path: Path) -> None:
     build, example = NETWORKS["windows"]
     net, x = build().eval(), example()
     path = export(net, (x,), tmp_path / "m.onnx", opset_version=opset)
-    check(from_onnx(path), load_onnx_weights(path), net, x)
+    check(from_onnx(path), weights_of(path), net, x)
 
 
 def test_training_exports_keep_ties_and_norms(tmp_path: Path) -> None:
@@ -308,4 +311,4 @@ def test_external_data_of_the_exporter(tmp_path: Path) -> None:
     onnx.save(model, tmp_path / "e.onnx", save_as_external_data=True, size_threshold=0, location="e.bin")
     assert (tmp_path / "e.bin").stat().st_size > 0
     assert shapes(from_onnx(tmp_path / "e.onnx", batch=2)) == shapes(from_onnx(path, batch=2))
-    check(from_onnx(tmp_path / "e.onnx"), load_onnx_weights(tmp_path / "e.onnx"), net, image())
+    check(from_onnx(tmp_path / "e.onnx"), weights_of(tmp_path / "e.onnx"), net, image())

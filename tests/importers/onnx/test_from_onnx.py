@@ -9,8 +9,8 @@ from onnx import TensorProto, helper
 
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer_graph import LayerGraph
-from layerwise.importers.onnx.from_onnx import from_onnx, load_onnx_weights
-from tests.importers.onnx.compute import compute, info, node, random, tensor, write
+from layerwise.importers.onnx.from_onnx import from_onnx
+from tests.importers.onnx.compute import compute, info, node, random, tensor, weights_of, write
 
 NEWEST = onnx.defs.onnx_opset_version()
 
@@ -82,7 +82,7 @@ def test_a_reshape_that_names_the_batch(batch: int | str, target: list[int], tmp
     assert graph["Reshape_0"].out.describe() == "(n=7, c=32)"
     assert graph["Gemm_0"].out.describe() == "(n=7, c=5)"
     x = np.random.default_rng(0).standard_normal((7, 2, 4, 4)).astype(np.float32)
-    weights = load_onnx_weights(path)
+    weights = weights_of(path)
     np.testing.assert_allclose(compute(graph, [x], weights)[0], x.reshape(7, 32) @ weights["w"], rtol=1e-4, atol=1e-5)
 
 
@@ -204,7 +204,7 @@ def test_weights_from_constants(tmp_path: Path) -> None:
     graph = from_onnx(path, batch=2)
     assert kinds(graph) == ["conv", "binary"]
     assert graph.parameter_count() == 16 * 27 + 16
-    weights = load_onnx_weights(path)
+    weights = weights_of(path)
     assert weights[graph["Conv_0"].parameters[0]].shape == (16, 3, 3, 3)
     assert weights[graph["Add_0"].parameters[0]].shape == (16, 1, 1)
 
@@ -286,4 +286,4 @@ def test_operators_that_onnx_defines_by_others(tmp_path: Path) -> None:
     path = write(tmp_path / "m.onnx", [node("MeanVarianceNormalization", "x", out="y")], [2, 3, 4, 4])
     x = np.random.default_rng(0).standard_normal((2, 3, 4, 4)).astype(np.float32)
     wanted = (x - x.mean((0, 2, 3), keepdims=True)) / (x.std((0, 2, 3), keepdims=True) + 1e-9)
-    np.testing.assert_allclose(compute(from_onnx(path), [x], load_onnx_weights(path))[0], wanted, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(compute(from_onnx(path), [x], weights_of(path))[0], wanted, rtol=1e-4, atol=1e-4)

@@ -11,11 +11,11 @@ from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 
 from layerwise.errors import LayerwiseError
-from layerwise.importers.onnx.from_onnx import from_onnx, load_onnx_weights
+from layerwise.importers.onnx.from_onnx import from_onnx
 from layerwise.importers.onnx.ops.table import TABLE
 from layerwise.ops.nn.resample import Interpolate
 from tests.importers.onnx.cases import attempt, outcomes
-from tests.importers.onnx.compute import compute, info, node, random, tensor, write
+from tests.importers.onnx.compute import compute, info, node, random, tensor, weights_of, write
 
 Array = np.ndarray
 
@@ -142,7 +142,7 @@ def test_variants(variant: str, tmp_path: Path) -> None:
 def check(path: Path, shape: list[int], rtol: float = 1e-4, atol: float = 1e-5) -> None:
     """It computes what ONNX's reference says."""
     x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-    (got, *_) = compute(from_onnx(path), [x], load_onnx_weights(path))
+    (got, *_) = compute(from_onnx(path), [x], weights_of(path))
     np.testing.assert_allclose(got, refer(path, x), rtol=rtol, atol=atol)
 
 

@@ -10,13 +10,13 @@ from onnx import TensorProto
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers import registry
-from layerwise.importers.onnx.from_onnx import from_onnx, load_onnx_weights
+from layerwise.importers.onnx.from_onnx import from_onnx
 from layerwise.importers.registry import Built, Call
 from layerwise.ops.ends import Constant, Tied
 from layerwise.ops.nn.linear import Linear
 from layerwise.ops.tensor.pointwise import Unary
 from layerwise.ops.tensor.view import Reshape
-from tests.importers.onnx.compute import compute, info, node, random, tensor, write
+from tests.importers.onnx.compute import compute, info, node, random, tensor, weights_of, write
 
 
 def kinds(graph: LayerGraph) -> list[str]:
@@ -66,7 +66,7 @@ def test_equal_values_are_not_tied(tmp_path: Path) -> None:
     assert graph["LayerNormalization_0"].parameters == ("one", "zero")
     assert graph["LayerNormalization_1"].parameters == ("norm2.weight", "zero:2")
     assert graph.parameter_count() == 32
-    assert set(load_onnx_weights(tmp_path / "m.onnx")) == {"one", "zero", "norm2.weight", "zero:2"}
+    assert set(weights_of(tmp_path / "m.onnx")) == {"one", "zero", "norm2.weight", "zero:2"}
 
 
 def test_positions_are_learned_and_lookups_by_constants(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_positions_are_learned_and_lookups_by_constants(tmp_path: Path) -> None:
     x = np.random.default_rng(0).standard_normal((2, 4, 8)).astype(np.float32)
     arrays = {t.name: onnx.numpy_helper.to_array(t) for t in stored}
     wanted = x + arrays["positions"][:4] + arrays["bias"][[2, 0, 0, 1]]
-    np.testing.assert_allclose(compute(graph, [x], load_onnx_weights(path))[0], wanted, rtol=1e-6)
+    np.testing.assert_allclose(compute(graph, [x], weights_of(path))[0], wanted, rtol=1e-6)
 
 
 def test_weights_are_read_when_asked_for(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_weights_are_read_when_asked_for(tmp_path: Path) -> None:
     path = write(tmp_path / "m.onnx", [node("MatMul", "x", "w", out="y")], ["N", side], [weight])
     graph = from_onnx(path, batch=2)
     assert graph.parameter_count() == side * side
-    assert load_onnx_weights(path)["w"][5, :3].tolist() == [0, 0, 0]
+    assert weights_of(path)["w"][5, :3].tolist() == [0, 0, 0]
 
 
 # ---- rows, names, the user's operators

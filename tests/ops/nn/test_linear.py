@@ -14,13 +14,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from layerwise.geometry import Box
 from layerwise.ops.base import Op, space
 from layerwise.ops.facts import Local
-from layerwise.ops.fused import Fused
+from layerwise.ops.fused import Fused, needed_box
 from layerwise.ops.nn.attention import Attention
 from layerwise.ops.nn.linear import Embedding, Learned, Linear, MatMul
 from layerwise.ops.random import uniform
 from layerwise.ops.tensor.view import Expand, Permute, Reshape
 from layerwise.tensor import TensorSpec
-from tests.ops.harness import cells, check_identical, check_needs, check_reduction, each, needed, values, whole
+from tests.ops.harness import cells, check_identical, check_needs, check_reduction, each, values, whole
 from tests.ops.kernels import check_kernel, check_split, degrees
 
 
@@ -306,7 +306,7 @@ def test_embedding(data: st.DataObject) -> None:
     check_needs(op, [ids], cell, F.embedding, tight=False)
     # Which rows are read depends on the ids, which columns does not.
     (table,) = where.parameters
-    columns = needed(table.maps, cell)
+    columns = needed_box(table.maps, cell)
     assert (columns.lo[1], columns.hi[1]) == (cell.lo[len(dims)], cell.hi[len(dims)])
     rows = torch.randint(0, op.count, ids.shape, generator=torch.Generator().manual_seed(0))
     real = partial(F.embedding, padding_idx=padding)
@@ -318,7 +318,7 @@ def test_rows_that_are_elsewhere_stay_untouched() -> None:
     op, ids = Embedding(6, 2), TensorSpec((4,), ("n",), "int64")
     where = space(op, (ids,))
     cell = Box((0, 0, 2), (4, 2, 4))
-    at = Local(where, (ids,), cell, tuple(needed(m, cell) for m in where.needs))
+    at = Local(where, (ids,), cell, tuple(needed_box(m, cell) for m in where.needs))
     weight = torch.tensor([[torch.inf, torch.nan], [1.0, 2.0]])
     assert op.run(at, [torch.tensor([0, 3, 5, 3])], {"weight": weight}).tolist() == [[0, 0], [1, 2], [0, 0], [1, 2]]
 

@@ -15,10 +15,11 @@ from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.ops.base import Op, space
 from layerwise.ops.facts import Local, Statistics
+from layerwise.ops.fused import needed_box
 from layerwise.ops.nn.norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, LocalResponseNorm, RMSNorm
 from layerwise.ops.tensor.along import Softmax
 from layerwise.tensor import TensorSpec
-from tests.ops.harness import IMAGES, cells, check_identical, each, images, needed, parameters, values, whole
+from tests.ops.harness import IMAGES, cells, check_identical, each, images, parameters, values, whole
 from tests.ops.kernels import check_kernel, check_split, degrees
 
 
@@ -31,8 +32,8 @@ def test_norms_need_their_own_box(op: BatchNorm | GroupNorm | InstanceNorm, data
     where = space(op, (x,))
     assert where.dims[1].max_degree == (2 if isinstance(op, GroupNorm) else 4)
     cell = data.draw(cells(where))
-    assert [needed(m, cell) for m in where.needs] == [cell]
-    assert all(needed(p.maps, cell) == Box(cell.lo[1:2], cell.hi[1:2]) for p in where.parameters)
+    assert [needed_box(m, cell) for m in where.needs] == [cell]
+    assert all(needed_box(p.maps, cell) == Box(cell.lo[1:2], cell.hi[1:2]) for p in where.parameters)
     trained = [p.name for p in where.parameters if p.trainable]
     assert trained == ["weight", "bias"] * op.affine
 

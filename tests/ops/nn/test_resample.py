@@ -16,9 +16,10 @@ from torch import Tensor
 from layerwise.geometry import Box
 from layerwise.ops.base import space
 from layerwise.ops.facts import Local
+from layerwise.ops.fused import needed_box
 from layerwise.ops.nn.resample import Interpolate, Pad
 from layerwise.tensor import TensorSpec
-from tests.ops.harness import IMAGES, Reference, cells, check_needs, each, flat, images, needed, sample, whole
+from tests.ops.harness import IMAGES, Reference, cells, check_needs, each, flat, images, sample, whole
 from tests.ops.kernels import check_kernel, check_split, degrees
 
 
@@ -177,7 +178,7 @@ def test_reduced_precision_adds_in_float32() -> None:
     t = sample(x).bfloat16()
     where = space(op, (x,))
     cell = Box((0, 0, 4, 0), (1, 2, 8, 12))
-    need = needed(where.needs[0], cell)
+    need = needed_box(where.needs[0], cell)
     out = op.run(Local(where, (x,), cell, (need,)), [t[need.slices()]], {})
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out, interpolated(op, t)[:, :, 4:8], rtol=0.01, atol=0.01)

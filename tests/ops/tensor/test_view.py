@@ -13,7 +13,7 @@ from torch.nn import functional
 from layerwise.geometry import Box
 from layerwise.ops.base import Op, space
 from layerwise.ops.facts import Local
-from layerwise.ops.fused import Fused, through_views, viewed_spec
+from layerwise.ops.fused import Fused, needed_box, through_views, viewed_spec
 from layerwise.ops.nn.conv import Conv
 from layerwise.ops.nn.linear import Linear
 from layerwise.ops.nn.pool import Pool
@@ -23,7 +23,7 @@ from layerwise.ops.tensor.merge import reshaped
 from layerwise.ops.tensor.pointwise import Binary, Unary
 from layerwise.ops.tensor.view import Expand, Permute, Reshape, Select, Slice
 from layerwise.tensor import TensorSpec
-from tests.ops.harness import cells, check_needs, check_reduction, needed, whole
+from tests.ops.harness import cells, check_needs, check_reduction, whole
 from tests.ops.kernels import check_split
 
 IMAGE, TOKENS = ("n", "c", "h", "w"), ("n", "s", "c")
@@ -144,7 +144,7 @@ def test_cells_of_a_view_are_boxes_behind_it(data: st.DataObject) -> None:
     seen0 = viewed_spec(x, chain)
     where = space(Unary("relu"), (seen0,))
     cell = data.draw(cells(where))
-    box = needed(through_views(where.needs[0], x, chain), cell)
+    box = needed_box(through_views(where.needs[0], x, chain), cell)
     index = torch.arange(x.volume).reshape(x.shape)
     gathered = set(index[box.slices()].flatten().tolist())
     wanted = set(look_through(chain, index)[cell.slices()].flatten().tolist())
@@ -181,7 +181,7 @@ def test_parts_of_a_reduction_over_a_view_are_boxes(data: st.DataObject) -> None
     where = space(Linear(1), (seen0,))
     cell = data.draw(cells(where, reductions=True))
     index = torch.arange(x.volume).reshape(x.shape)
-    box = needed(through_views(where.needs[0], x, chain), cell)
+    box = needed_box(through_views(where.needs[0], x, chain), cell)
     part = Box((*cell.lo[: len(seen0.shape) - 1], cell.lo[-1]), (*cell.hi[: len(seen0.shape) - 1], cell.hi[-1]))
     wanted = look_through(chain, index)[part.slices()]
     assert sorted(index[box.slices()].flatten().tolist()) == sorted(wanted.flatten().tolist())
@@ -356,13 +356,13 @@ def seen(chain: Sequence[Op], x: TensorSpec, wanted: Box, gathered: Box, t: Tens
 
 def ends(op: Op, before: TensorSpec, after: TensorSpec, asked: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:
     (maps,) = op.needs((before,), after)
-    box = needed(maps, asked)
+    box = needed_box(maps, asked)
     return box.lo, box.hi
 
 
 def check_view(chain: Sequence[Op], x: TensorSpec, cell: Box) -> None:
     maps = space(Unary("relu"), (viewed_spec(x, chain),)).needs[0]
-    gathered = needed(through_views(maps, x, chain), cell)
+    gathered = needed_box(through_views(maps, x, chain), cell)
     index = torch.arange(x.volume).reshape(x.shape)
     mine = seen(chain, x, cell, gathered, index[gathered.slices()])
     assert torch.equal(mine, look_through(chain, index)[cell.slices()]), f"{chain} of {x.describe()}, {cell}"

@@ -10,7 +10,7 @@ import numpy as np
 
 from layerwise.errors import LayerwiseError
 from layerwise.importers.functions import gelu, scaled, unary
-from layerwise.importers.onnx.call import element_type, number, operands, recast
+from layerwise.importers.onnx.call import element_type, number, recast
 from layerwise.importers.onnx.constants import thin
 from layerwise.importers.registry import Build, Built, Call, Operand, Result, Table, Tensor
 from layerwise.ops.tensor.pointwise import Binary, Cast, Dropout, Prelu, Unary, Where
@@ -187,9 +187,8 @@ def chain(fn: str, scalar: str) -> Build:
     """A row for any number of tensors: fn of the first two, then of the result and the third, ..."""
 
     def build(call: Call) -> Result:
-        tensors: tuple[Tensor, ...] = operands(next(iter(call.arguments.values())))
         # Activations first: stored operands then join the running result.
-        ordered = sorted(tensors, key=lambda t: isinstance(t, Operand) and not t.activation)
+        ordered: list[Tensor] = [*sorted(call.tensors, key=lambda t: not t.activation)]
         return folded(lambda a, b: both(fn, a, b, scalar, scalar), ordered)
 
     return build

@@ -14,9 +14,7 @@ UNSUPPORTED = {"clip": "clipped states", "input_forget": "coupled gates", "P": "
 
 
 def recurrent(fn: str) -> Build:
-    """A layer for each output. layout 0: (s, n, c) -> (s, directions, n, h), states (directions, n, h); 1: n comes
-    first.
-    """
+    """A layer an output. layout 0: (s, n, c) -> (s, directions, n, h), states (directions, n, h); 1: n comes first."""
 
     def build(call: Call) -> Result:
         x = call.operand("X")
@@ -45,9 +43,7 @@ def recurrent(fn: str) -> Build:
 
 
 def _checked(call: Call, fn: str, steps: int) -> tuple[str, str, bool]:
-    """The function's name in `Recurrent`, the direction, and whether it runs in both. Raises LayerwiseError if
-    unsupported.
-    """
+    """The function's name in `Recurrent`, the direction, and whether it runs in both. Raises LayerwiseError."""
     for name, what in UNSUPPORTED.items():
         value = call.get(name)
         zeros = isinstance(value, Operand) and value.value is not None and not value.value.any()

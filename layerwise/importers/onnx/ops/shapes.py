@@ -11,15 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layerwise.errors import LayerwiseError
-from layerwise.importers.onnx.call import axes, axis, integers, number, numbers, operands, recast, text
+from layerwise.importers.onnx.call import axes, axis, integers, number, numbers, recast, text
 from layerwise.importers.onnx.ops.pointwise import few
 from layerwise.importers.registry import Built, Call, Operand, Result, Table, Tensor
 from layerwise.importers.tensors import depth_to_space as to_space
 from layerwise.importers.tensors import expanded, gathered, joined, permuted, repeated, reshaped, sliced
 from layerwise.importers.tensors import space_to_depth as to_depth
-from layerwise.ops.nn.linear import Embedding, Learned
+from layerwise.ops.nn.linear import Embedding
 from layerwise.ops.nn.resample import Interpolate, Pad
-from layerwise.ops.tensor.view import Expand, Slice
+from layerwise.ops.tensor.view import Slice
 from layerwise.tensor import TensorSpec
 
 Floats = NDArray[np.floating]
@@ -100,7 +100,7 @@ def tile(call: Call) -> Result:
 
 
 def concat(call: Call) -> Result:
-    parts = operands(call["inputs"])
+    parts = call.tensors
     rank = len(parts[0].shape)
     dim = axis(call, rank)
     running = next((p.spec for p in parts if p.activation and p.spec.index("n") == 0), None)
@@ -112,12 +112,7 @@ def concat(call: Call) -> Result:
 
 def _each_sample(part: Operand, batch: int) -> Tensor:
     part = few(part)
-    if part.shape[0] != 1:
-        return part
-    shape = (batch, *part.shape[1:])
-    if part.role == "parameter" and not part.transposed:
-        return Built(Learned(part.shape, shape, part.spec.dtype), (), (part,))
-    return Built(Expand(shape, samples=True), (part,))
+    return part if part.shape[0] != 1 else expanded(part, (batch, *part.shape[1:]), batch)
 
 
 def split(call: Call) -> Result:

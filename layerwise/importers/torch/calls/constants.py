@@ -13,11 +13,10 @@ from torch._subclasses import FakeTensor
 
 from layerwise.errors import LayerwiseError
 from layerwise.importers.torch.calls import recipes
-from layerwise.importers.torch.calls.recipes import Recipe
+from layerwise.importers.torch.calls.recipes import MOST_ELEMENTS, Recipe
 from layerwise.importers.torch.ops.table import DRAWING, SHAPED_ONLY, base_name
 from layerwise.importers.torch.traced_program import Node, Ref, TracedProgram, called
 
-MOST_ELEMENTS = 1 << 26  # of a constant whose value is stored: masks of windows in volumes have 40 million
 MOST_BYTES = 1 << 32  # of all of them
 LIMIT = (
     f"layerwise computes constants of up to {MOST_ELEMENTS:,} elements: feed what the model computes from it (such as "
@@ -91,7 +90,7 @@ class Constants:
         large = tensor is not None and tensor.numel() > recipes.WIDE
         if tensor is None or not large or tensor.untyped_storage().nbytes() >= tensor.nbytes:
             return None
-        return recipes.stored(tensor, MOST_ELEMENTS)
+        return recipes.stored(tensor)
 
     def compute(self, node: Node, layer: str) -> None:
         """Computes a call of constants, if all of them are known and the result is small; a large one's boxes later."""
@@ -116,11 +115,11 @@ class Constants:
         if base_name(node.target) in VIEWS and node.operands[0].name in self._tensors:
             return None  # takes no memory
         assert out is not None
-        made = recipes.recipe(node, self._operand_recipe, MOST_ELEMENTS)
+        made = recipes.recipe(node, self._operand_recipe)
         return made if made is not None and made.shape == out.shape else None
 
     def _operand_recipe(self, name: str) -> Recipe:
-        return self._recipes[name] if name in self._recipes else recipes.stored(self._tensors[name], MOST_ELEMENTS)
+        return self._recipes[name] if name in self._recipes else recipes.stored(self._tensors[name])
 
     def _keep(self, name: str, tensor: torch.Tensor) -> None:
         """Stores a value. Raises LayerwiseError if all values together are too large."""

@@ -37,9 +37,7 @@ VIEWS = (
 
 
 def functional(program: TracedProgram) -> TracedProgram:
-    """The program without in-place writes. Raises LayerwiseError if a write's effect is unknown, or
-    lasts in a buffer.
-    """
+    """The program without in-place writes. Raises LayerwiseError if one's effect is unknown, or lasts in a buffer."""
     if not any(overwritten(node) for node in program.nodes):
         return program
     writer = _Writer(program)
@@ -94,7 +92,7 @@ class _Writer:
             return
         if len(written) > 1 or out is None:
             raise LayerwiseError(
-                f"{where(node)} calls {node.target}, which writes into several tensors or returns none: write it "
+                f"{where(node.stack)} calls {node.target}, which writes into several tensors or returns none: write it "
                 "without the underscore or out="
             )
         tensor = self._tensor(written[0])
@@ -174,9 +172,7 @@ class _Writer:
         return name
 
     def _filled(self, node: Node, out: Value) -> Node:
-        """Replaces fill_ and zero_ by a copy of a number: a `full` of sizes would not know which dimension is the
-        samples.
-        """
+        """Replaces fill_ and zero_ by a copy of a number: a `full` would not know which size is the samples."""
         if node.target.partition("::")[2].partition(".")[0] not in ("fill_", "zero_"):
             return node
         number, copy, full = node.arguments.get("value", 0), torch.ops.aten.copy_.default, torch.ops.aten.full.default
@@ -221,26 +217,22 @@ class _Writer:
         return own and (source.kind == "parameter" or not source.target.endswith(COUNTER))
 
     def _check_kept(self, node: Node, call: Node, kept: Sequence[Source]) -> None:
-        """Notes a write into parameters. Raises LayerwiseError if it is into a buffer, or depends
-        on samples or chance.
-        """
+        """Notes a write into parameters. Raises LayerwiseError if into a buffer, or of samples or chance."""
         made = behind(call.operands, {v.name: one for one in self.nodes for v in one.outputs if v}, ())
         read = {ref.name for one in (call, *made.values()) for ref in one.operands}
+        fed = any(name in self.sources and self.sources[name].kind == "input" for name in read)
         drawn = any(o and torch.Tag.nondeterministic_seeded in o.tags for one in made.values() if (o := one.overload))
         for source in kept:
             written = f"{source.kind} {source.target!r}"
-            if source.kind != "parameter" or drawn or any(self._is_input(name) for name in read):
+            if source.kind != "parameter" or drawn or fed:
                 raise LayerwiseError(
-                    f"{where(node)} writes into its {written} in the forward pass, which layerwise would lose (except "
-                    "running statistics of batch and instance norms): update it outside the model"
+                    f"{where(node.stack)} writes into its {written} in the forward pass, which layerwise would lose "
+                    "(except running statistics of batch and instance norms): update it outside the model"
                 )
-            path = where(node).removeprefix("the model")
+            path = where(node.stack).removeprefix("the model")
             self.effects[
                 f"writes into its {written} in the forward pass{path and f' of {path}'} (do it after optimizer.step())"
             ] = None
-
-    def _is_input(self, name: str) -> bool:
-        return name in self.sources and self.sources[name].kind == "input"
 
     def _renamed(self, value: object) -> object:
         if isinstance(value, Ref):
@@ -260,6 +252,6 @@ def _shared(node: Node) -> Iterator[tuple[str, str]]:
 
 def _seen_elsewhere(node: Node, name: str) -> LayerwiseError:
     return LayerwiseError(
-        f"{where(node)} calls {node.target}, which writes in place into a view of a tensor that is used again "
+        f"{where(node.stack)} calls {node.target}, which writes in place into a view of a tensor that is used again "
         f"({name}): write it without the underscore or out="
     )

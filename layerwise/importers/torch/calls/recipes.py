@@ -19,6 +19,7 @@ from layerwise.importers.torch.traced_program import Node, called
 
 Shape = tuple[int, ...]
 
+MOST_ELEMENTS = 1 << 26  # of a constant whose value is stored: masks of windows in volumes have 40 million
 WIDE = 1 << 20  # elements of a constant from which on it is a recipe
 POINTWISE = {"where", "to", "_to_copy", "type_as", "clone", "contiguous", "detach", "alias", "lift_fresh_copy"}
 EXPANDING = {"expand", "expand_as", "broadcast_to"}
@@ -30,7 +31,6 @@ class Recipe:
     """A constant of which any box can be computed."""
 
     shape: Shape
-    most: int  # elements that are computed at once
     make: Callable[[Box], torch.Tensor]
     alike: bool  # whether it is the same for all indices of its first dimension
 
@@ -52,16 +52,16 @@ class Recipe:
 
     def __call__(self) -> torch.Tensor:
         """Returns all of it. LayerwiseError if that is too large."""
-        if prod(self.shape) > self.most:
+        if prod(self.shape) > MOST_ELEMENTS:
             raise LayerwiseError(
-                f"a constant of shape {self.shape} is computed in boxes, as it has more than {self.most:,} elements: "
-                "feed it as an input, or use a plan that splits its readers"
+                f"a constant of shape {self.shape} is computed in boxes, as it has more than {MOST_ELEMENTS:,} "
+                "elements: feed it as an input, or use a plan that splits its readers"
             )
         return self.box(Box.full(self.shape))
 
     def negated(self) -> Recipe:
         """Returns the recipe of its logical negation."""
-        return Recipe(self.shape, self.most, lambda box: self.make(box).logical_not(), self.alike)
+        return Recipe(self.shape, lambda box: self.make(box).logical_not(), self.alike)
 
     def with_rows(self, shape: Shape) -> Recipe | None:
         """Returns it with another number of rows, if all are the same; None if they are not."""
@@ -74,12 +74,12 @@ class Recipe:
             one = Box((0, *box.lo[1:]), (1, *box.hi[1:]))
             return self.make(one).expand(box.shape)
 
-        return Recipe(shape, self.most, make, alike=True)
+        return Recipe(shape, make, alike=True)
 
 
-def stored(tensor: torch.Tensor, most: int) -> Recipe:
+def stored(tensor: torch.Tensor) -> Recipe:
     """Returns the recipe that cuts boxes from a tensor."""
-    return Recipe(tuple(tensor.shape), most, lambda box: tensor[box.slices()], _alike(tensor))
+    return Recipe(tuple(tensor.shape), lambda box: tensor[box.slices()], _alike(tensor))
 
 
 def _alike(tensor: torch.Tensor) -> bool:
@@ -90,7 +90,7 @@ def _alike(tensor: torch.Tensor) -> bool:
     return torch.equal(first, second) and bool((tensor == first).all())  # the second tells most of them apart
 
 
-def recipe(node: Node, operand: Callable[[str], Recipe], most: int) -> Recipe | None:
+def recipe(node: Node, operand: Callable[[str], Recipe]) -> Recipe | None:
     """Returns the recipe of a call, by the recipes of its operands; None if it is not pointwise."""
     name, out = base_name(node.target), node.outputs[0]
     if len(node.outputs) != 1 or out is None or node.overload is None or not node.target.startswith("aten::"):
@@ -99,26 +99,26 @@ def recipe(node: Node, operand: Callable[[str], Recipe], most: int) -> Recipe | 
     if torch.Tag.nondeterministic_seeded in tags or node.overload._schema.is_mutable:
         return None
     if torch.Tag.pointwise in tags or name in POINTWISE:
-        return _pointwise(node, out.shape, {ref.name: operand(ref.name) for ref in node.operands}, most)
+        return _pointwise(node, out.shape, {ref.name: operand(ref.name) for ref in node.operands})
     if name in EXPANDING or name in RESHAPING:
         x = operand(node.operands[0].name)
         return _expanded(x, out.shape) if name in EXPANDING else _reshaped(x, out.shape)
     return None
 
 
-def _pointwise(node: Node, shape: Shape, operands: Mapping[str, Recipe], most: int) -> Recipe:
+def _pointwise(node: Node, shape: Shape, operands: Mapping[str, Recipe]) -> Recipe:
     def make(box: Box) -> torch.Tensor:
         made = called(node, lambda ref: operands[ref.name].make(_below(box, operands[ref.name].shape)), "cpu")
         assert isinstance(made, torch.Tensor)
         return made
 
     alike = bool(shape) and all(len(x.shape) < len(shape) or x.alike for x in operands.values())
-    return Recipe(shape, most, make, alike)
+    return Recipe(shape, make, alike)
 
 
 def _expanded(x: Recipe, shape: Shape) -> Recipe:
     alike = len(x.shape) < len(shape) or x.alike
-    return Recipe(shape, x.most, lambda box: x.make(_below(box, x.shape)).expand(box.shape), alike)
+    return Recipe(shape, lambda box: x.make(_below(box, x.shape)).expand(box.shape), alike)
 
 
 def _reshaped(x: Recipe, shape: Shape) -> Recipe | None:
@@ -133,7 +133,7 @@ def _reshaped(x: Recipe, shape: Shape) -> Recipe | None:
             lo[i], hi[i] = box.lo[j], box.hi[j]
         return x.make(Box(tuple(lo), tuple(hi))).reshape(box.shape)
 
-    return Recipe(shape, x.most, make, shape[:1] == (1,) or (long[:1] == [0] == other[:1] and x.alike))
+    return Recipe(shape, make, shape[:1] == (1,) or (long[:1] == [0] == other[:1] and x.alike))
 
 
 def _below(box: Box, shape: Shape) -> Box:

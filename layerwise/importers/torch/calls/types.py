@@ -61,9 +61,7 @@ def typed(node: Node, build: Build, call: Call, placer: Placer) -> Result:
 
 
 def _asked(node: Node, call: Call, placer: Placer) -> Call:
-    """A call that computes in the type that it asks for, on operands cast to it: under autocast
-    they may not have it.
-    """
+    """A call that computes in the type that it asks for, on operands cast to it: under autocast they may differ."""
     if call.get("dtype") is None or base_name(node.target) not in PROMOTING:
         return call
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 from layerwise.importers.functions import letters
 from layerwise.importers.registry import Call
-from layerwise.importers.tensors import wrapped
+from layerwise.importers.tensors import named_dims
 from layerwise.importers.torch.ops.table import base_name
 from layerwise.ops.opaque import Free
 
@@ -18,30 +18,21 @@ Shape = tuple[int, ...]
 Row = Callable[[Call, Shape], Free]  # from a call and its output's shape; () if nothing is known
 
 
-def _worked(call: Call, *names: str) -> set[int]:
-    """The dimensions given by the arguments of these names; all, if they are missing."""
-    rank = len(call.tensors[0].shape)
-    told = next((value for name in names if (value := call.get(name)) is not None), None)
-    numbers = told if isinstance(told, tuple) else (told,)
-    dims = {wrapped(d, rank) for d in numbers if isinstance(d, int)}
-    return dims or set(range(rank))
-
-
-def along(*names: str) -> Row:
+def along(name: str) -> Row:
     """The dimensions that an argument names are not free, the others are: sort, a Fourier transform."""
 
     def row(call: Call, out: Shape) -> Free:
-        worked = _worked(call, *names)
+        worked = named_dims(call, name)
         return tuple(tuple(None if i in worked else i for i in range(len(t.shape))) for t in call.tensors)
 
     return row
 
 
-def reduced(*names: str) -> Row:
+def reduced(name: str) -> Row:
     """Like `along`, but the result lacks the named dimensions, unless the call keeps them."""
 
     def row(call: Call, out: Shape) -> Free:
-        worked, rank = _worked(call, *names), len(call.tensors[0].shape)
+        worked, rank = named_dims(call, name), len(call.tensors[0].shape)
         kept = [i for i in range(rank) if i not in worked]
         to = {i: i if call.flag("keepdim") else kept.index(i) for i in kept}
         alike = all(t.shape == call.tensors[0].shape for t in call.tensors)
@@ -63,9 +54,7 @@ def last(worked: int) -> Row:
 
 
 def first(free: int, rank: int) -> Row:
-    """The first dimensions of tensors of that rank are free: samples, or samples and channels; other tensors are
-    tables.
-    """
+    """The first dimensions (samples, channels) of tensors of that rank are free; other tensors are tables."""
 
     def row(call: Call, out: Shape) -> Free:
         if len(call.tensors[0].shape) != rank:

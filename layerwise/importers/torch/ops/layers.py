@@ -138,9 +138,7 @@ def _affine(call: Call) -> tuple[Operand, ...]:
 
 
 def batch_norm(call: Call) -> Result:
-    """Batch norm in training mode: a model exported for evaluation also normalises by its batch, as plans are for
-    training.
-    """
+    """Batch norm in training mode, also of a model exported for evaluation, as plans are for training."""
     x = call.operand("input")
     if x.role == "parameter":
         return _first(call, standardised(x, call.number("eps"), call.get("weight"), call.get("bias")))

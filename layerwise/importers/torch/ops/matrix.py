@@ -15,7 +15,7 @@ from layerwise.importers.functions import (
     scaled,
 )
 from layerwise.importers.registry import Argument, Build, Built, Call, Operand, Result, Table, Tensor
-from layerwise.importers.tensors import permuted, reshaped, wrapped
+from layerwise.importers.tensors import named_dims, permuted, reshaped, wrapped
 from layerwise.importers.torch.ops.pointwise import binary
 from layerwise.ops.tensor.along import Cumsum
 from layerwise.ops.tensor.pointwise import Binary, Cast, Unary
@@ -70,14 +70,8 @@ def standardised(x: Operand, eps: float, weight: Argument, bias: Argument) -> Te
     made: Built = Built(Binary("mul"), (away, Built(Unary("rsqrt"), (shifted,))))
     shape = (1, x.shape[1], *(1,) * (len(x.shape) - 2))
     if isinstance(weight, Operand):
-        made = binary("mul", made, _as(weight, shape))
-    return made if not isinstance(bias, Operand) else binary("add", made, _as(bias, shape))
-
-
-def _as(x: Operand, shape: tuple[int, ...]) -> Operand | Built:
-    made = reshaped(x, shape)
-    assert isinstance(made, (Operand, Built))
-    return made
+        made = binary("mul", made, reshaped(weight, shape))
+    return made if not isinstance(bias, Operand) else binary("add", made, reshaped(bias, shape))
 
 
 MATRICES: Table = (
@@ -94,24 +88,16 @@ def reduction(mode: Mode) -> Build:
             return binary({"max": "maximum", "min": "minimum"}[mode], *call.tensors)
         if mode == "norm2" and call.number("ord") != 2:
             raise LayerwiseError(f"a norm of order {call['ord']} is not supported: write it as powers and sums")
-        made = functions.reduction(mode, x, x.spec, reduced(call, x), call.flag("keepdim"))
+        made = functions.reduction(mode, x, x.spec, named_dims(call), call.flag("keepdim"))
         return (made, None) if len(call.outputs) > 1 else made  # max and min also return positions
 
     return build
 
 
-def reduced(call: Call, x: Operand) -> tuple[int, ...]:
-    """The dimensions of a reduction; all if none is named."""
-    dims = call.get("dim", ())
-    numbers = dims if isinstance(dims, tuple) else (dims,)
-    rank = len(x.shape)
-    return tuple(sorted(wrapped(d, rank) for d in numbers if isinstance(d, int))) or tuple(range(rank))
-
-
 def variance(call: Call) -> Result:
     """var and std, as sums of squares."""
     x = call.operand("self")
-    dims = reduced(call, x)
+    dims = named_dims(call)
     away = Built(Binary("sub"), (x, functions.reduction("mean", x, x.spec, dims, keepdim=True)))
     mean = functions.reduction("mean", Built(Unary("square"), (away,)), x.spec, dims, call.flag("keepdim"))
     count, less = prod(x.shape[d] for d in dims), call.get("correction", call.get("unbiased", 1))
@@ -133,7 +119,7 @@ def argmax(call: Call) -> Result:
     x = call.operand("self")
     if call.get("dim") is None and len(x.shape) > 1:
         raise LayerwiseError("argmax over all dimensions is not supported: pass dim=")
-    return Built(Reduce("argmax", reduced(call, x), call.flag("keepdim")), (x,))
+    return Built(Reduce("argmax", named_dims(call), call.flag("keepdim")), (x,))
 
 
 REDUCTIONS: Table = (

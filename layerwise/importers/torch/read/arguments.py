@@ -60,9 +60,7 @@ def signature_of(model: object) -> Signature:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A tensor of a call, with its name in the graph, its shape and element type; or any other
-    value, without a name.
-    """
+    """A tensor of a call, by its name in the graph, with its shape and type; or any other value, without a name."""
 
     name: str | None
     value: object
@@ -197,9 +195,7 @@ def _plain(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class OutputStructure:
-    """The structure of the outputs, and its leaves in order: each one's output index (None: no tensor), and other
-    values.
-    """
+    """The structure of the outputs, and of each leaf the number of its tensor (None: it is none) and its value."""
 
     tree: pytree.TreeSpec
     numbers: tuple[int | None, ...]

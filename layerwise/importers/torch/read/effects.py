@@ -79,8 +79,7 @@ class UntracedEffects(TorchFunctionMode):
     @contextmanager
     def on(self, model: nn.Module) -> Iterator[UntracedEffects]:
         """Watches `model` within it. Raises LayerwiseError if that draws Python's or numpy's random numbers."""
-        drawn, before, attributes = draws(), numbers(model), _leaves(model)
-        self.numbers = before
+        drawn, self.numbers, attributes = draws(), numbers(model), _leaves(model)
 
         def look(*_: object) -> None:  # at once, as torch.export restores what has changed
             self.numbers = numbers(model)
@@ -90,7 +89,6 @@ class UntracedEffects(TorchFunctionMode):
                     self.written.add(path)
 
         with ExitStack() as stack:
-            stack.callback(put_back, model, before)
             stack.callback(_leave_modes, torch._C._len_torch_function_stack())
             for path, module in hookable(model):
                 if module is model:
@@ -278,8 +276,3 @@ def configure(model: nn.Module) -> None:
             setattr(configuration, "use_cache", False)  # noqa: B010
         if callable(choose):
             choose("batched_mm")
-
-
-def uncompiled(model: nn.Module) -> Any:
-    """Returns the module behind a torch.compile wrapper, which would never recompile after a call under a mode."""
-    return getattr(model, "_orig_mod", model)
