@@ -28,8 +28,7 @@ from layerwise.importers.load import load_model
 from layerwise.machine import load
 from layerwise.search.baselines import NAMES, baseline, configurations
 from layerwise.search.find import search
-from layerwise.search.overlap.cuts import Cuts
-from layerwise.search.overlap.polish import EFFORTS, Effort
+from layerwise.search.overlap import EFFORTS, Cuts, Effort
 from layerwise.search.priced.variants import Variants
 from layerwise.search.result import SearchResult
 

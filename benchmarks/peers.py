@@ -80,7 +80,7 @@ def toulbar2(name: str, gpus: int, which: str) -> Row:
     named = {n: complete(model, baseline(model, n)) for n in NAMES}
     configs = configurations(model, SearchSpace(gpus, spread=model.devices.nodes > 1), named)
     if which == "left":
-        configs = narrow(model, configs, list(named.values())).tables.configs
+        configs = narrow(model, configs, list(named.values()))[0].configs
     tables: CostTables = model.tables(configs)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "costs.cfn"

@@ -60,14 +60,14 @@ def optimum_of(model: CostModel, space: SearchSpace) -> tuple[Row, float]:
     started = time.process_time()
     named = {n: complete(model, baseline(model, n)) for n in NAMES}
     configs = configurations(model, space, named)
-    narrowed = narrow(model, configs, list(named.values()))
+    tables, upper_s = narrow(model, configs, list(named.values()))
     built = time.process_time()
-    _, optimum = exact_optimum(model, narrowed.tables, narrowed.upper_s, 2.0**31)
+    _, optimum = exact_optimum(model, tables, upper_s, 2.0**31)
     row = {
         "layers": len(model.graph.inner),
         "K": optimum.final_nodes,
         "configurations": max(map(len, configs.values())),
-        "kept": max(map(len, narrowed.tables.configs.values())),
+        "kept": max(map(len, tables.configs.values())),
         "tables": built - started,
         "search": time.process_time() - built,
         "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,

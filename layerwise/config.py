@@ -148,7 +148,7 @@ class SearchSpace:
         spread: Configurations on fewer devices are tried strided, too, as several nodes make worthwhile.
         replicas: Groups of devices, one after another, each of which computes samples of its own in every layer that
             has a sample dimension: it is split into a multiple of so many parts, and no tensor leaves its group.
-        fixed: Layers that keep a configuration, by name (`search.fixed`).
+        fixed: Layers that keep a configuration, by name (`search.baselines.fixed_layers`).
         weights: Of unequal devices, the vectors of weights that every layer may have beside equal ones
             (`CostModel.weights`), on any number of devices: those that do most. (): equal ones alone. None: those of
             the model.

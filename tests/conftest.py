@@ -95,7 +95,7 @@ TOGETHER = {
 }
 # The others that take longest: no worker is left alone with one of them at the end.
 FIRST = """
-    importers/torch/test_from_torch benchmarks/test_cluster_plan search/overlap/test_cuts volumes/test_training
+    importers/torch/test_from_torch benchmarks/test_cluster_plan search/test_overlap volumes/test_training
     test_package cost/test_model importers/onnx/test_exports
     cli/test_display cli/test_doctor cost/test_transfer importers/onnx/test_operators
     api/test_planner run/test_memory benchmarks/test_gpu cost/test_memory inference/test_predict

@@ -19,9 +19,8 @@ from layerwise.machine.profile import Profile
 from layerwise.plan import Plan
 from layerwise.quantities import samples, units
 from layerwise.report.content import Lines, Part, Report
-from layerwise.search.baselines import NAMES, baseline
+from layerwise.search.baselines import NAMES, baseline, fixed_layers
 from layerwise.search.find import candidate, search
-from layerwise.search.fixed import fixed_layers
 from layerwise.search.make_plan import make_plan
 from layerwise.search.priced.variants import OFFERS
 from layerwise.search.remedies import remedies

@@ -35,7 +35,7 @@ from layerwise.run.parallel import ParallelModule, of
 from layerwise.search.find import search
 from layerwise.search.make_plan import make_plan
 from layerwise.search.rebuild import memory_limit, offered
-from layerwise.search.result import Candidate, SearchResult, timeline_s
+from layerwise.search.result import Candidate, SearchResult
 
 WARM_UP, STEPS = 2, 5
 
@@ -83,7 +83,7 @@ def next_best(plan: Plan, model: CostModel, space: SearchSpace, count: int) -> l
 def runners_up(result: SearchResult, count: int) -> list[Candidate]:
     """Returns the plans of a search next to its best that fit into memory, the fastest by simulated time first."""
     fitting = [c for c in result.simulated if c.fits and c.key != result.best.key]
-    return sorted(fitting, key=timeline_s)[:count]
+    return sorted(fitting, key=lambda c: c.timeline.total_s)[:count]
 
 
 def agreed_plans(comm: Comm, make: Callable[[], list[Plan]]) -> list[Plan]:

@@ -92,15 +92,16 @@ class CostModel(Setting):
         layout = self.layout(layer, configs)
         cells = tuple(config.cells for config in configs)
         if cells == configs:
-            kinds = self._compute_times(layer, layout, wanted)
-            compute = ComputeTime.slowest(kinds)
+            times = self._compute_times(layer, layout, wanted)
+            compute = ComputeTime.slowest(times)
             seconds = {term.name: term.seconds(self, layer, layout, False) for term in LAYER_TERMS}
-            return NodeCost(compute, {COMPUTE.name: compute.total, **seconds}, kinds if len(kinds) > 1 else ())
+            return NodeCost(compute, {COMPUTE.name: compute.total, **seconds}, times if len(times) > 1 else ())
         plain = self.node_cost(layer, cells)
-        compute, seconds, kinds = plain.compute, dict(plain.seconds), list(plain.kinds)
+        compute, seconds, kinds = plain.compute, dict(plain.seconds), plain.kinds
         if any(config.states != "replicated" for config in configs):
             share = owned_share(self, layer, layout)
-            compute, *kinds = (time.updating(share) for time in (compute, *kinds))
+            kinds = [time.updating(share) for time in kinds]  # of which another may be the slowest now
+            compute = ComputeTime.slowest(kinds) if kinds else compute.updating(share)
             seconds |= {term.name: term.seconds(self, layer, layout, False) for term in LAYER_TERMS if term.by_states}
         seconds[COMPUTE.name] = compute.total
         recomputed = np.array([config.recompute for config in configs])

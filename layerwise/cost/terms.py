@@ -47,11 +47,16 @@ class Collective:
 
     size_bytes: Floats  # (C,) of the member with the largest box
     total_bytes: Floats  # (C,) of all devices together
-    group_shapes: Groups  # (C,) of the devices whose cells agree in the dimensions `keys`
     cells: LayoutCells
-    keys: tuple[int, ...]
+    keys: tuple[int, ...]  # the dimensions in which the cells of a group's devices agree
+    graph: DeviceGraph
     epilogue: bool = False  # whether it belongs to a fused follower, whose boxes may differ
     share: float = 1.0  # of an all-reduce's bytes, which a reduce-scatter and an all-gather send half of
+
+    @property
+    def group_shapes(self) -> Groups:
+        """(C,) of the groups of devices."""
+        return group_shapes(self.cells, self.keys, self.graph)
 
 
 def kind_of(p: Parameter) -> ParameterKind:
@@ -73,7 +78,7 @@ def gradients_of(setting: Setting, layer: Layer, layout: Layout) -> list[Collect
     for (keys, epilogue), (size, total) in _of_parameters(layer, layout, sizes).items():
         cells = layout.at(epilogue)
         held = total * cells.count / cells.degrees.prod(1)  # in this order, integers stay exact
-        found.append(_collective(size, held, cells, keys, setting.devices, epilogue=epilogue))
+        found.append(Collective(size, held, cells, keys, setting.devices, epilogue))
     return found
 
 
@@ -89,7 +94,7 @@ def shares_of(setting: Setting, layer: Layer, layout: Layout) -> list[Collective
         return largest, total
 
     return [
-        _collective(size, total, layout.at(epilogue), keys, setting.devices, epilogue=epilogue, share=0.5)
+        Collective(size, total, layout.at(epilogue), keys, setting.devices, epilogue, share=0.5)
         for (keys, epilogue), (size, total) in _of_parameters(layer, layout, sizes).items()
         if size.any()
     ]
@@ -129,19 +134,6 @@ def owned_share(setting: Setting, layer: Layer, layout: Layout) -> Floats:
     return owned / np.maximum(full, 1.0)
 
 
-def _collective(
-    size: Floats,
-    total: Floats,
-    cells: LayoutCells,
-    keys: Sequence[int],
-    graph: DeviceGraph,
-    *,
-    epilogue: bool = False,
-    share: float = 1.0,
-) -> Collective:
-    return Collective(size, total, group_shapes(cells, tuple(keys), graph), cells, tuple(keys), epilogue, share)
-
-
 def statistics_of(setting: Setting, layer: Layer, layout: Layout, recomputed: bool) -> list[Collective]:
     """All-reduces inside the layer: one forward, and one backward if the normalized tensor needs a gradient.
 
@@ -156,7 +148,7 @@ def statistics_of(setting: Setting, layer: Layer, layout: Layout, recomputed: bo
         here = layout.at(stage.epilogue)
         degrees = here.degrees
         extents = largest_extents(layer.space.dims[: degrees.shape[1]], here.cuts)
-        keys = [i for i in range(degrees.shape[1]) if i not in statistics.over]
+        keys = tuple(i for i in range(degrees.shape[1]) if i not in statistics.over)
         each = statistics.per_key / statistics.block
         elements = np.prod(extents[:, statistics.keys], axis=1, dtype=np.float64) * each
         spare = [i for i in range(degrees.shape[1]) if i not in statistics.keys]
@@ -164,7 +156,7 @@ def statistics_of(setting: Setting, layer: Layer, layout: Layout, recomputed: bo
         forward, back = statistics.item_bytes(out.item_bytes)
         for item_bytes in (forward, back) if gradients.inputs and not recomputed else (forward,):
             sizes = elements * item_bytes, total * item_bytes
-            collectives.append(_collective(*sizes, here, keys, setting.devices))
+            collectives.append(Collective(*sizes, here, keys, setting.devices))
     return collectives
 
 
@@ -180,7 +172,8 @@ def reductions_of(setting: Setting, layer: Layer, layout: Layout, recomputed: bo
     size = np.prod(extents, axis=1, dtype=np.float64) * main.item_bytes
     total = computed.degrees[:, ks.start :].prod(1) * float(main.volume * main.item_bytes)
     back = not recomputed and setting.graph.gradients(layer)[0].result
-    return [_collective(size, total, computed, range(ks.start), setting.devices, share=1.0 if back else 0.5)]
+    keys = tuple(range(ks.start))
+    return [Collective(size, total, computed, keys, setting.devices, share=1.0 if back else 0.5)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,8 +273,9 @@ def _each(
     """(C,) seconds of all, each times its share."""
     total = np.zeros(len(layout.computed.degrees))
     for c in collectives:
-        pairs = list(zip(c.size_bytes.tolist(), c.group_shapes.which.tolist(), strict=True))
-        known = {pair: cost(pair[0], c.group_shapes.shapes[pair[1]], setting.devices) for pair in dict.fromkeys(pairs)}
+        groups = c.group_shapes
+        pairs = list(zip(c.size_bytes.tolist(), groups.which.tolist(), strict=True))
+        known = {pair: cost(pair[0], groups.shapes[pair[1]], setting.devices) for pair in dict.fromkeys(pairs)}
         total += c.share * np.array([known[pair] for pair in pairs])
     return total
 

@@ -15,7 +15,6 @@ from layerwise.oracle.question import Answer, Oracle
 from layerwise.oracle.runs import Compared, MeasuredRun, compare
 from layerwise.oracle.strategies import Limit, UnreachableError, applicable
 from layerwise.plan import Plan
-from layerwise.search.find import best_cap, candidate
 from layerwise.search.make_plan import make_plan
 
 
@@ -100,12 +99,10 @@ def plan_of(
     on the command line. Raises LayerwiseError for a pipeline, which cannot be a plan.
     """
     strategy = answer.projection.strategy
-    if answer.strategy is None:
+    if answer.priced is None or answer.strategy is None:
         raise LayerwiseError(f"{strategy} is not a configuration of every layer, so it cannot be written as a plan")
     dims = sorted({label for config in answer.strategy.values() for label, _ in config.degrees})
-    space = SearchSpace(model.devices.count, tuple(dims))
-    bucket_bytes = answer.searched.best.bucket_bytes if answer.searched else best_cap(model, answer.strategy)
-    best = candidate(model, strategy, answer.strategy, bucket_bytes=bucket_bytes)
+    space, best = SearchSpace(model.devices.count, tuple(dims)), replace(answer.priced, name=strategy)
     return make_plan(name, profile, model, space, best, fused=True, input_shape=input_shape)
 
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from layerwise.config import Config
 from layerwise.cost.memory.step import peak_bytes
 from layerwise.cost.model import CostModel, EdgeName, Strategy
-from layerwise.cost.price import Price, complete, model_error, price
+from layerwise.cost.price import complete
 from layerwise.cost.terms import COMPUTE, LAYER_TERMS
-from layerwise.cost.timeline.ranges import Deviations, deviations
-from layerwise.cost.timeline.simulate import Timeline, timeline
-from layerwise.oracle.strategies import SPATIAL, Limit, Shape
-from layerwise.search.find import best_cap
+from layerwise.oracle.strategies import SPATIAL, Limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,64 +66,8 @@ class Projection:
     limit: Limit  # of the strategy, with this batch
 
 
-@dataclass(frozen=True)
-class PricedPhases:
-    """A strategy priced by the tables."""
-
-    model: CostModel
-    shape: Shape
-    strategy: Mapping[str, Config]
-    phases: Phases
-    overlapped_s: float  # an iteration with gradient sums beside the backward pass
-    exposed_s: float  # part of the gradient exchange after the backward pass
-
-    @cached_property
-    def price(self) -> Price:
-        """The price by layer, with bytes, which phases lack; computed when it is needed."""
-        return price(self.model, self.strategy, memory_bytes=self.phases.memory_bytes)
-
-    @cached_property
-    def error(self) -> float:
-        """The model's error for its step time (`cost.price.model_error`)."""
-        return model_error(self.model, complete(self.model, self.strategy))
-
-    @cached_property
-    def deviations(self) -> Deviations:
-        """How far an iteration's time may be off."""
-        return deviations(self.model, self.strategy, best_cap(self.model, self.strategy))
-
-
-def cheapest(model: CostModel, plans: Sequence[Strategy]) -> int:
-    """The index of the first plan with the least step time of equation 1."""
-    model.learn([complete(model, plan) for plan in plans])
-    seconds = [phases_of(model, plan).total_s for plan in plans]
-    return seconds.index(min(seconds))
-
-
-def price_plan(model: CostModel, shape: Shape, plan: Strategy, step: Timeline | None = None) -> PricedPhases:
-    """Prices any strategy, also a searched one. step: its simulated step, if known."""
-    phases = replace(phases_of(model, plan), memory_bytes=memory_bytes(model, plan))
-    step = step or timeline(model, plan, bucket_bytes=best_cap(model, plan))
-    return PricedPhases(model, shape, dict(plan), phases, step.total_s, step.exposed_sync_s)
-
-
-def memory_bytes(model: CostModel, plan: Strategy) -> float:
-    """Bytes of the fullest device, as `layerwise.run` uses memory.
-
-    With io free, inputs and outputs cost no time; memory counts a device's part of the samples, if there is one for
-    each.
-    """
-
-    def fed() -> CostModel:
-        return CostModel(model.original, model.devices, replace(model.options, io="sample"))
-
-    few = model.graph.batch < model.devices.count or model.options.io != "free"
-    holding = model if few else model.once("fed", fed)
-    return float(peak_bytes(holding, complete(holding, plan)).max())
-
-
 def phases_of(model: CostModel, plan: Strategy) -> Phases:
-    """The step time of equation 1 by phase, without memory."""
+    """The step time of equation 1 by phase, and the memory."""
     plan = complete(model, plan)
     seconds_of = dict.fromkeys((*PHASES, "statistics_s"), 0.0)
     for layer in model.graph.layers:
@@ -152,7 +92,22 @@ def phases_of(model: CostModel, plan: Strategy) -> Phases:
             back_s = seconds / (times + config.recompute) if adds else 0.0
             seconds_of["gather_s"] += seconds - back_s
             seconds_of["reduce_s"] += back_s  # its adjoint adds up what comes back
-    return Phases(**seconds_of)
+    return Phases(**seconds_of, memory_bytes=memory_bytes(model, plan))
+
+
+def memory_bytes(model: CostModel, plan: Strategy) -> float:
+    """Bytes of the fullest device, as `layerwise.run` uses memory.
+
+    With io free, inputs and outputs cost no time; memory counts a device's part of the samples, if there is one for
+    each.
+    """
+
+    def fed() -> CostModel:
+        return CostModel(model.original, model.devices, replace(model.options, io="sample"))
+
+    few = model.graph.batch < model.devices.count or model.options.io != "free"
+    holding = model if few else model.once("fed", fed)
+    return float(peak_bytes(holding, complete(holding, plan)).max())
 
 
 def is_halo(source: Config, target: Config) -> bool:

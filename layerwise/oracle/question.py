@@ -17,11 +17,11 @@ from layerwise.graph.layer_graph import LayerGraph
 from layerwise.machine import Profile
 from layerwise.oracle.limits import Finding, Sizes, findings, sizes_of
 from layerwise.oracle.names import NAMES
-from layerwise.oracle.phases import Phases, PricedPhases, Projection, cheapest, price_plan
+from layerwise.oracle.phases import Phases, Projection, phases_of
 from layerwise.oracle.pipeline import PipelineStage, pipeline_phases, pipeline_stages, pipelined_s
 from layerwise.oracle.strategies import Limit, Shape, UnreachableError, Wishes, limit, shapes, strategy
-from layerwise.search.find import search
-from layerwise.search.result import SearchResult
+from layerwise.search.find import best_cap, candidate, search
+from layerwise.search.result import Candidate, SearchResult
 
 Scaling = Literal["weak", "strong"]
 
@@ -71,14 +71,16 @@ class Answer:
     overlapped_s: float  # an iteration, gradients beside the backward pass; the phases' sum if it was not simulated
     fits: bool  # whether it fits into what a plan may use of a device's memory, as layerwise.run uses it
     shape: Shape | None = None  # how the devices are used, if there is a choice
-    priced: PricedPhases | None = None  # if it is a strategy of configurations
+    priced: Candidate | None = None  # if it is a strategy of configurations
     stages: tuple[PipelineStage, ...] = ()
     searched: SearchResult | None = None
 
     @property
     def strategy(self) -> Mapping[str, Config] | None:
-        """The configuration of every layer, or None."""
-        return None if self.priced is None else self.priced.strategy
+        """The configuration of every layer but inputs and sink, or None."""
+        if self.priced is None:
+            return None
+        return {layer.name: self.priced.strategy[layer.name] for layer in self.priced.model.graph.inner}
 
     @property
     def kind(self) -> str:
@@ -102,7 +104,7 @@ class Oracle:
         self.question = question
         self._models: dict[int, CostModel] = {}
         self._groups: dict[tuple[int, int], CostModel] = {}  # for single groups, by their devices and batch
-        self._priced: dict[tuple[str, int], PricedPhases] = {}
+        self._plans: dict[tuple[str, int], tuple[Shape, dict[str, Config]]] = {}
 
     def model(self, devices: int) -> CostModel:
         """The cost model for this many devices at their batch."""
@@ -157,13 +159,12 @@ class Oracle:
             space = SearchSpace(devices, spread=model.devices.nodes > 1)
             limit_bytes = min(q.memory_limit_bytes or self.usable_bytes, self.usable_bytes)
             found = search(model, space, memory_limit_bytes=limit_bytes)
-            inner = {layer.name: found.best.strategy[layer.name] for layer in model.graph.inner}
-            priced = price_plan(model, Shape(1, devices), inner, found.best.timeline)
+            shape, priced = Shape(1, devices), found.best
         else:
-            if (name, devices) not in self._priced:
-                self._priced[name, devices] = price_plan(model, *self._plan(name, devices))
-            priced = self._priced[name, devices]
-        return self._answer(name, priced.shape, priced.phases, priced.overlapped_s, priced=priced, searched=found)
+            shape, plan = self._plan(name, devices)
+            priced = candidate(model, name, plan, self.usable_bytes, best_cap(model, complete(model, plan)))
+        phases = phases_of(model, priced.strategy)
+        return self._answer(name, shape, phases, priced.timeline.total_s, priced=priced, searched=found)
 
     def _answer(
         self, name: str, shape: Shape, phases: Phases, overlapped_s: float, segments: int = 1, **origin: Any
@@ -178,13 +179,12 @@ class Oracle:
 
         Only those that the tables price, and that can use this many devices.
         """
-        model, plans = self.model(devices), dict[str, tuple[Shape, dict[str, Config]]]()
+        plans = list[dict[str, Config]]()
         for name in names:
             if name not in ("pipeline", "layerwise"):
                 with suppress(UnreachableError):
-                    plans[name] = self._plan(name, devices)
-        model.learn([complete(model, plan) for _, plan in plans.values()])
-        self._priced |= {(name, devices): price_plan(model, *plan) for name, plan in plans.items()}
+                    plans.append(self._plan(name, devices)[1])
+        _learn(self.model(devices), plans)
 
     def _plan(self, name: str, devices: int) -> tuple[Shape, dict[str, Config]]:
         """The cheapest of a strategy's shapes by the tables, with every layer's configuration.
@@ -192,14 +192,17 @@ class Oracle:
         The exchange between groups is the same for all their grids, so a single group is priced if it is in a node;
         process grids differ in everything.
         """
-        model, found = self.model(devices), self.shapes(name, devices)
-        best, groups, inside = found[0], found[0].groups, found[0].inside
-        if len(found) > 1:
-            priced, candidates = model, found
-            if name != "grid" and groups > 1 and model.devices.levels[0].devices % inside == 0:
-                priced, candidates = self._group(model, groups, inside), [replace(shape, groups=1) for shape in found]
-            best = found[cheapest(priced, [strategy(priced.graph, name, shape) for shape in candidates])]
-        return best, strategy(model.graph, name, best)
+        if (name, devices) not in self._plans:
+            model, found = self.model(devices), self.shapes(name, devices)
+            best, groups, inside = found[0], found[0].groups, found[0].inside
+            if len(found) > 1:
+                priced, shapes = model, found
+                if name != "grid" and groups > 1 and model.devices.levels[0].devices % inside == 0:
+                    priced, shapes = self._group(model, groups, inside), [replace(shape, groups=1) for shape in found]
+                seconds = _learn(priced, [strategy(priced.graph, name, shape) for shape in shapes])
+                best = found[seconds.index(min(seconds))]
+            self._plans[name, devices] = best, strategy(model.graph, name, best)
+        return self._plans[name, devices]
 
     def _group(self, model: CostModel, groups: int, inside: int) -> CostModel:
         """Returns the cost model of a single group in a node, shared by groups on any number of devices."""
@@ -215,5 +218,12 @@ class Oracle:
         p = answer.projection
         if p.strategy == "layerwise":
             return []
-        exposed_s = None if answer.priced is None else answer.priced.exposed_s
+        exposed_s = None if answer.priced is None else answer.priced.timeline.exposed_sync_s
         return findings(p, self.sizes, self.model(p.devices).devices, answer.stages, exposed_s)
+
+
+def _learn(model: CostModel, plans: Sequence[Mapping[str, Config]]) -> list[float]:
+    """The seconds of equation 1 of plans, which are priced together."""
+    every = [complete(model, plan) for plan in plans]
+    model.learn(every)
+    return [model.step_s(plan) for plan in every]

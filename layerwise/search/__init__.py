@@ -1,6 +1,6 @@
 """Finds the cheapest strategy, and proves that it is: `python -m layerwise.search MODEL --gpus N`.
 
-`find` is the entry point; `solve/` eliminates and bounds, `overlap/` bounds and improves the simulated step, `priced/`
+`find` is the entry point; `solve/` eliminates and bounds, `overlap` bounds and improves the simulated step, `priced/`
 finds what fits into memory, `plot/` and `report/` show results. It knows `cost` and `plan`, and nothing of `run` or
 PyTorch.
 """

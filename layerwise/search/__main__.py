@@ -23,10 +23,9 @@ from layerwise.progress import progress_bar
 from layerwise.quantities import parse_bytes
 from layerwise.report.content import Picture, Report
 from layerwise.report.figures import check_drawable, check_plot, save_plot
-from layerwise.search.baselines import NAMES, baselines, configurations, named_strategy
+from layerwise.search.baselines import NAMES, baselines, configurations, fixed_layers, named_strategy
 from layerwise.search.export import export_costs
 from layerwise.search.find import candidate, search
-from layerwise.search.fixed import fixed_layers
 from layerwise.search.flags import fixed_degrees, parser
 from layerwise.search.make_plan import make_plan, write_timeline
 from layerwise.search.plot.devices import layers

@@ -1,4 +1,4 @@
-"""Named strategies: the usual ones, and process grids of MLPs (Laugier et al., 2018).
+"""Named strategies: the usual ones, and process grids of MLPs (Laugier et al., 2018); and layers that a user fixes.
 
 A grid splits samples over P_r batch groups, and every layer's outputs over P_c parts. It is one strategy of the
 search's space, so the layer-wise optimum is never worse than the best grid. `benchmarks.grids` repeats the paper's
@@ -10,18 +10,19 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from itertools import filterfalse
 
-from layerwise.config import Config, SearchSpace, is_legal, reduce_axis
+from layerwise.config import Config, SearchSpace, is_legal, parse, reduce_axis
 from layerwise.cost.model import CostModel
 from layerwise.cost.price import complete
-from layerwise.errors import LayerwiseError
+from layerwise.errors import LayerwiseError, nearest
 from layerwise.graph.layer import Layer
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.ops.nn.linear import Linear
 from layerwise.ops.tensor.along import Softmax
 from layerwise.partition.place import data_parallel
-from layerwise.partition.sharding import held_configurations, why_not_held
+from layerwise.partition.sharding import check_held, held_configurations, why_not_held
 
 NAMES = ("data", "model", "owt")
 
@@ -192,6 +193,37 @@ def _config(grid: ProcessGrid, layer: Layer) -> Config:
     total = grid.batch_groups * parts
     # Strided, so that a layer with fewer cells stays with the processes that hold its samples.
     return Config.of({"n": grid.batch_groups, "c": parts}, "strided" if 1 < total < grid.processes else "contiguous")
+
+
+def fixed_layers(graph: LayerGraph, devices: int, wanted: Mapping[str, object]) -> dict[str, Config]:
+    """Returns the configuration of every named layer.
+
+    Args:
+        graph: The network.
+        devices: The number of devices.
+        wanted: {layers: degrees}, such as {"fc*": {"c": 4}}. A key names a layer, a module around layers, or either
+            with * and ?; if several keys match a layer, the last counts.
+
+    Raises:
+        LayerwiseError: Layers are not in the model, or one of them cannot be split that way.
+    """
+    layers, configs = {layer.name: layer for layer in graph.inner}, dict[str, Config]()
+    for pattern, degrees in wanted.items():
+        names = [pattern] if pattern in layers else [name for name in layers if _names(pattern, name)]
+        if not names:
+            hint = nearest(str(pattern), layers) or f" (it has {', '.join(list(layers)[:8])}{' …' * (len(layers) > 8)})"
+            raise LayerwiseError(
+                f"the strategy names layer {pattern!r}, which the model does not have{hint}; element-wise layers "
+                "belong to the layer before them"
+            )
+        for name in names:
+            configs[name] = parse(degrees, layers[name].space.dims, devices, name)
+            check_held(layers[name], configs[name])
+    return configs
+
+
+def _names(pattern: str, layer: str) -> bool:
+    return fnmatchcase(layer, pattern) or fnmatchcase(layer, f"{pattern}.*")
 
 
 def configurations(

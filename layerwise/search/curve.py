@@ -9,7 +9,7 @@ from typing import Any
 from layerwise.config import SearchSpace
 from layerwise.cost.model import CostModel
 from layerwise.search.find import search
-from layerwise.search.result import Candidate, SearchResult, timeline_s
+from layerwise.search.result import Candidate, SearchResult
 
 POINTS = 16  # at most: limits are then this far apart, by a factor
 
@@ -41,17 +41,17 @@ def memory_curve(
     `search`.
     """
     factor, offered = (least_bytes / most_bytes) ** (1 / max(points - 1, 1)), tuple(offer)
-    limit, results = most_bytes, list[tuple[float, SearchResult, float]]()
+    limit, results = most_bytes, list[tuple[float, SearchResult]]()
     while True:
         result = search(model, space, memory_limit_bytes=limit, offer=offered, **options)
-        results.append((limit, result, timeline_s(result.best)))
+        results.append((limit, result))
         need = result.best.memory_bytes
         if not result.best.fits or need <= least_bytes:
             break
         limit = max(min(limit * factor, need - 1), least_bytes)
-    curve, best, least_s = list[Point](), None, float("inf")
-    for limit, result, step_s in reversed(results):
-        if result.best.fits and step_s <= least_s:
-            best, least_s = result.best, step_s
+    curve, best = list[Point](), None
+    for limit, result in reversed(results):
+        if result.best.fits and (best is None or result.best.timeline.total_s <= best.timeline.total_s):
+            best = result.best
         curve.append(Point(limit, result, best))
     return curve[::-1]

@@ -13,20 +13,20 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from layerwise.config import Config, SearchSpace
-from layerwise.cost.model import Configs, CostModel, Progress
+from layerwise.cost.model import Configs, CostModel, CostTables, Progress
 from layerwise.cost.price import MEASURED_ERROR, complete
 from layerwise.cost.timeline.simulate import timeline
 from layerwise.errors import LayerwiseError
 from layerwise.partition.buckets import BUCKET_BYTES, CAPS
 from layerwise.search.baselines import baselines as named_baselines
 from layerwise.search.baselines import configurations
-from layerwise.search.overlap.polish import GAIN, Effort, overlapped
+from layerwise.search.overlap import GAIN, Effort, overlapped
 from layerwise.search.priced.answers import Least, Within
 from layerwise.search.priced.limited import LimitedSearch
-from layerwise.search.priced.variants import OFFERS, Forms, Strategy, Variants
-from layerwise.search.result import Candidate, SearchResult, error_between, preferred, timeline_s
+from layerwise.search.priced.variants import OFFERS, Forms, Strategy
+from layerwise.search.result import Candidate, SearchResult, error_between, preferred
 from layerwise.search.solve.eliminate import Optimum
-from layerwise.search.solve.narrow import Narrowed, exact_optimum, narrow, strategy_of
+from layerwise.search.solve.narrow import exact_optimum, narrow, strategy_of
 
 
 @dataclass(frozen=True)
@@ -38,16 +38,23 @@ class Priced:
     configs: Configs  # of every layer
     free: Mapping[str, dict[str, Config]]  # baselines as usual
     named: Mapping[str, dict[str, Config]]  # baselines with the space's fixed layers
-    narrowed: Narrowed
+    tables: CostTables  # with lower bounds for transfers
+    upper_s: float  # by equation 1, of the best strategy so far
     limit: float  # bytes of a device
     offer: tuple[str, ...]  # of OFFERS: what may save memory
     memory_bytes: float  # of search tables
+    additive: bool  # whether the plan is chosen by equation 1 alone
+    effort: Effort
     progress: Progress | None = None
     seconds: dict[str, float] = field(default_factory=dict)  # by activity, so far
 
     def candidate(self, strategy: Strategy, name: str = "layerwise", bucket_bytes: int = BUCKET_BYTES) -> Candidate:
         """A priced strategy."""
         return candidate(self.model, name, strategy, self.limit, bucket_bytes)
+
+    def cap(self, strategy: Strategy) -> int:
+        """The bucket size for a strategy: the fastest, unless the search is to be quick."""
+        return BUCKET_BYTES if self.effort == "quick" else best_cap(self.model, strategy)
 
     def took(self, what: str, started: float) -> None:
         """Adds the seconds since `started`."""
@@ -82,25 +89,23 @@ def search(
     limit = _limit(model, space, memory_limit_bytes)
     if space.weights is None:
         space = replace(space, weights=model.weights)
-    priced = price(model, space, limit, tuple(offer), memory_bytes, progress)
+    additive = objective == "additive"
+    effort = "quick" if additive else effort
+    priced = price(model, space, limit, tuple(offer), memory_bytes, progress, additive=additive, effort=effort)
     known = {name: priced.candidate(s, _title(priced, name)) for name, s in priced.named.items()}
     if not known["data"].timeline.total_s:
         raise LayerwiseError(f"model {model.graph.name!r} only renames its input, so there is nothing to plan")
-    if objective == "additive" or all(len(these) == 1 for these in priced.configs.values()):
-        effort = "quick"
     chosen = choose(priced, known)
-    known, before = tuned(priced, known) if effort != "quick" else (known, [])
-    free = _without_limit(priced, known, chosen, before, effort, additive=objective == "additive")
-    found = free if free.best.fits else _within_limit(priced, known, free, effort, additive=objective == "additive")
+    known, before = tuned(priced, known)
+    free = _without_limit(priced, known, chosen, before)
+    found = free if free.best.fits else _within_limit(priced, known, free)
     best = next((c for c in known.values() if c.key == found.best.key), found.best)
     sizes = [len(these) for these in priced.configs.values()]
     counts = {"largest": max(sizes), "total": sum(sizes), "kept": found.chosen.kept}
     # Equal strategies are listed once, under a baseline's name if there is one, data parallelism first.
     simulated = tuple({c.key: c for c in [*found.every, *reversed(known.values())]}.values())
     compared = {
-        name: known[name]
-        if priced.named[name] == strategy
-        else priced.candidate(strategy, name, BUCKET_BYTES if effort == "quick" else best_cap(model, strategy))
+        name: known[name] if priced.named[name] == strategy else priced.candidate(strategy, name, priced.cap(strategy))
         for name, strategy in priced.free.items()
     }
     return SearchResult(
@@ -134,23 +139,15 @@ class _Found:
 
 
 def _without_limit(
-    priced: Priced,
-    known: Mapping[str, Candidate],
-    chosen: Chosen,
-    before: Sequence[Candidate],
-    effort: Effort,
-    *,
-    additive: bool,
+    priced: Priced, known: Mapping[str, Candidate], chosen: Chosen, before: Sequence[Candidate]
 ) -> _Found:
     """The best of all strategies. known: baselines. before: these with other buckets."""
-    better, bound_s = improve(priced, effort, [chosen.best, *known.values()], fits=False)
-    best = chosen.best if additive else decide([chosen.best, *better], known, heed_memory=False)
+    better, bound_s = improve(priced, [chosen.best, *known.values()], fits=False)
+    best = chosen.best if priced.additive else decide([chosen.best, *better], known, heed_memory=False)
     return _Found(best, chosen, [chosen.best, *before, *better], bound_s)
 
 
-def _within_limit(
-    priced: Priced, known: Mapping[str, Candidate], free: _Found, effort: Effort, *, additive: bool
-) -> _Found:
+def _within_limit(priced: Priced, known: Mapping[str, Candidate], free: _Found) -> _Found:
     """The best of the strategies that fit, or, if none was found, of all. free: the result without the limit."""
     within, least = choose_within(priced, [c.strategy for c in free.every])
     fitting, chosen = [priced.candidate(strategy) for strategy in within.strategies], free.chosen
@@ -158,10 +155,9 @@ def _within_limit(
         optimum = replace(chosen.optimum, cost_s=within.cost_s, lower_bound_s=within.lower_bound_s)
         chosen = Chosen(fitting[0], optimum, within.configurations)
     every = [*fitting, *free.every]
-    begin = [c for c in [*every, *known.values()] if c.fits]
-    better, bound_s = improve(priced, effort, begin, fits=True) if begin else ([], None)
+    better, bound_s = improve(priced, [c for c in [*every, *known.values()] if c.fits], fits=True)
     every += better
-    best = chosen.best if additive else decide(every, known)
+    best = chosen.best if priced.additive else decide(every, known)
     return _Found(best, chosen, every, bound_s, within, least)
 
 
@@ -170,8 +166,11 @@ def price(
     space: SearchSpace,
     limit: float,
     offer: tuple[str, ...],
-    memory_bytes: float = 2**31,
-    progress: Progress | None = None,
+    memory_bytes: float,
+    progress: Progress | None,
+    *,
+    additive: bool,
+    effort: Effort,
 ) -> Priced:
     """The first stage: the configurations of every layer, and tables of what bounds leave."""
     started, fixed = time.perf_counter(), dict(space.fixed)
@@ -179,10 +178,23 @@ def price(
     named = {name: strategy | fixed for name, strategy in free.items()}
     model.learn(list(named.values()))
     configs = configurations(model, space, named)
-    narrowed = narrow(model, configs, list(named.values()), progress)
-    priced = Priced(model, space, configs, free, named, narrowed, limit, offer, memory_bytes, progress)
-    priced.seconds["tables"] = time.perf_counter() - started - narrowed.bounding_s
-    priced.seconds["search"] = narrowed.bounding_s
+    tables, upper_s = narrow(model, configs, list(named.values()), progress)
+    priced = Priced(
+        model=model,
+        space=space,
+        configs=configs,
+        free=free,
+        named=named,
+        tables=tables,
+        upper_s=upper_s,
+        limit=limit,
+        offer=offer,
+        memory_bytes=memory_bytes,
+        additive=additive,
+        effort="quick" if all(len(these) == 1 for these in configs.values()) else effort,
+        progress=progress,
+    )
+    priced.took("tables", started)
     return priced
 
 
@@ -199,14 +211,14 @@ def choose(priced: Priced, known: Mapping[str, Candidate]) -> Chosen:
     """The second stage: the optimum of equation 1, without a memory limit. known: baselines, which
     may be the optimum.
     """
-    started, narrowed = time.perf_counter(), priced.narrowed
-    small, optimum = exact_optimum(priced.model, narrowed.tables, narrowed.upper_s, priced.memory_bytes)
+    started = time.perf_counter()
+    small, optimum = exact_optimum(priced.model, priced.tables, priced.upper_s, priced.memory_bytes)
     priced.took("search", started)
     best = priced.candidate(strategy_of(small.configs, optimum.choice))
     if not optimum.proven:  # a baseline may be better than elimination's result
         best = min([best, *known.values()], key=lambda c: c.price.step_time_s)
         optimum = replace(optimum, cost_s=min(optimum.cost_s, best.price.step_time_s))
-    return Chosen(best, optimum, sum(map(len, narrowed.tables.configs.values())))
+    return Chosen(best, optimum, sum(map(len, priced.tables.configs.values())))
 
 
 def choose_within(priced: Priced, known: Sequence[Strategy]) -> tuple[Within, Least | None]:
@@ -232,44 +244,40 @@ def choose_within(priced: Priced, known: Sequence[Strategy]) -> tuple[Within, Le
 
 def tuned(priced: Priced, known: Mapping[str, Candidate]) -> tuple[dict[str, Candidate], list[Candidate]]:
     """Baselines with the bucket size that is fastest for each, and those that had another size before."""
-    sizes = {name: best_cap(priced.model, c.strategy) for name, c in known.items()}
+    sizes = {name: priced.cap(c.strategy) for name, c in known.items()}
     other = [name for name, c in known.items() if sizes[name] != c.bucket_bytes]
     better = {name: priced.candidate(known[name].strategy, known[name].name, sizes[name]) for name in other}
     before = [replace(known[name], name=f"{known[name].name} in DistributedDataParallel's buckets") for name in other]
     return {**known, **better}, before
 
 
-def improve(
-    priced: Priced, effort: Effort, known: Sequence[Candidate], *, fits: bool
-) -> tuple[list[Candidate], float | None]:
+def improve(priced: Priced, known: Sequence[Candidate], *, fits: bool) -> tuple[list[Candidate], float | None]:
     """The third stage: the strategies that moves on the simulated step reach, with the best buckets, and a bound of
     all.
 
     known: the moves' starting points. fits: consider only strategies that fit into memory.
     """
-    if effort == "quick":
+    if priced.effort == "quick" or not known:
         return [], None
-    started, model, known = time.perf_counter(), priced.model, sorted(known, key=timeline_s)
+    started, model, known = time.perf_counter(), priced.model, sorted(known, key=lambda c: c.timeline.total_s)
     cap = best_cap(model, known[0].strategy)
-    forms = Forms.of(model.graph, model.devices.count, priced.offer, dict(priced.space.fixed))
-    saved = replace(forms, offered=tuple(form for form in forms.offered if not form[0]))
-    better = overlapped(
+    strategies, bound_s = overlapped(
         model,
-        Variants.of(priced.configs, saved) if fits else Variants.grouped(priced.configs),
+        priced.configs,
         [c.strategy for c in known],
         lambda strategy: timeline(model, strategy, bucket_bytes=cap).total_s,
-        forms if fits and "recompute" in priced.offer else None,
-        effort=effort,
+        Forms.of(model.graph, model.devices.count, priced.offer, dict(priced.space.fixed)) if fits else None,
+        effort=priced.effort,
         limit=priced.limit if fits else float("inf"),
         memory_bytes=priced.memory_bytes,
     )
     found = [
         priced.candidate(strategy, bucket_bytes=size)
-        for strategy in better.strategies
+        for strategy in strategies
         for size in dict.fromkeys((BUCKET_BYTES, best_cap(model, strategy)))
     ]
     priced.took("overlap", started)
-    return found, None if model.devices.kinds else better.lower_bound_s or None  # the bound is for equal devices
+    return found, None if model.devices.kinds else bound_s or None  # the bound is for equal devices
 
 
 def _title(priced: Priced, name: str) -> str:
@@ -293,11 +301,11 @@ def _limit(model: CostModel, space: SearchSpace, memory_limit_bytes: float | Non
 def decide(optima: Sequence[Candidate], baselines: Mapping[str, Candidate], *, heed_memory: bool = True) -> Candidate:
     """The best by `preferred`; data parallelism if the gain over it is within the model's error."""
     everyone = [baselines["data"], *optima, *(c for name, c in baselines.items() if name != "data")]
-    best = preferred(everyone) if heed_memory else min(everyone, key=timeline_s)
+    best = preferred(everyone) if heed_memory else min(everyone, key=lambda c: c.timeline.total_s)
     data = baselines["data"]
     if best is data or (heed_memory and data.fits != best.fits):
         return best
-    best_s, data_s = timeline_s(best), timeline_s(data)
+    best_s, data_s = best.timeline.total_s, data.timeline.total_s
     if best_s >= data_s * (1 - MEASURED_ERROR):  # no error is smaller
         return data
     return data if best_s >= data_s * (1 - error_between(data, best)) else best

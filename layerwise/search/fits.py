@@ -226,19 +226,19 @@ def fits(question: FitQuestion) -> Fits:
     if q.timed and q.sizes is not None and size is not None and size.fits is not None:
         seconds = q.seconds(q.sizes.at(size.fits.number), most, row(most).plan)
     return Fits(
-        q.name,
-        q.profile.processor.name,
-        q.calls[0].graph.batch,
-        q.limit_bytes,
-        held.peak,
-        held.instants[held.fullest],
-        {gpus: row(gpus) for gpus in q.gpus},
-        least_devices(lambda gpus: row(gpus).least, q.limit_bytes, most),
-        most,
-        _samples(q, most, row(most).plan),
-        size,
-        q.sizes,
-        seconds,
+        model=q.name,
+        device=q.profile.processor.name,
+        batch=q.calls[0].graph.batch,
+        limit_bytes=q.limit_bytes,
+        kinds=held.peak,
+        at=held.instants[held.fullest],
+        gpus={gpus: row(gpus) for gpus in q.gpus},
+        devices=least_devices(lambda gpus: row(gpus).least, q.limit_bytes, most),
+        most=most,
+        samples=_samples(q, most, row(most).plan),
+        size=size,
+        sizes=q.sizes,
+        seconds=seconds,
     )
 
 

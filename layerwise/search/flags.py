@@ -17,7 +17,7 @@ from layerwise.cli import (
 from layerwise.errors import LayerwiseError
 from layerwise.importers.load import HELP
 from layerwise.importers.with_loss import LOSSES
-from layerwise.search.overlap.polish import EFFORTS
+from layerwise.search.overlap import EFFORTS
 from layerwise.search.priced.variants import OFFERS
 
 EPILOG = """examples:

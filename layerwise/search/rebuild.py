@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import cast
 
 from layerwise.config import SearchSpace
-from layerwise.cost.compute.roofline import OPTIMIZERS
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
@@ -17,8 +16,8 @@ from layerwise.machine.devices import DeviceGraph
 from layerwise.machine.profiles import planned
 from layerwise.plan import Plan
 from layerwise.quantities import units
+from layerwise.search.baselines import fixed_layers
 from layerwise.search.find import search
-from layerwise.search.fixed import fixed_layers
 from layerwise.search.make_plan import make_plan
 from layerwise.search.priced.variants import OFFERS
 
@@ -82,11 +81,8 @@ def _searched(
         space = SearchSpace(plan.gpus, dims, bool(p["powers_of_two"]), devices.nodes > 1, replicas)
     except (KeyError, TypeError) as error:
         raise LayerwiseError(f"the plan's provenance lacks its search's options ({error}): search again") from None
-    for option, choices in {"optimizer": tuple(OPTIMIZERS), "dtype": DTYPES}.items():
-        if (value := getattr(options, option)) not in choices:
-            raise LayerwiseError(
-                f"the plan's provenance has the {option} {value!r}, but must have one of {', '.join(choices)}"
-            )
+    if options.dtype not in DTYPES:
+        raise LayerwiseError(f"the plan's provenance has the dtype {options.dtype!r}: must be of {', '.join(DTYPES)}")
     if p.get("constraints"):
         raise LayerwiseError("the plan was searched with constraints, which were removed: search again with --fix")
     raw = load_model(*planned_call(plan.model, model, plan.batch, p))

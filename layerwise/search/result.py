@@ -159,12 +159,7 @@ def error_between(a: Candidate, b: Candidate) -> float:
     return hypot(max(a.error, b.error), 1 - exp(-a.deviations.apart(b.deviations)))
 
 
-def timeline_s(c: Candidate) -> float:
-    """Seconds of a step with overlap, including what is read before it."""
-    return c.timeline.total_s
-
-
 def preferred(candidates: Iterable[Candidate]) -> Candidate:
     """The fastest by timeline among those that fit into memory (or among all if none fits); the first of equal ones."""
-    by_time = sorted(candidates, key=timeline_s)
+    by_time = sorted(candidates, key=lambda c: c.timeline.total_s)
     return next((c for c in by_time if c.fits), by_time[0])

@@ -16,14 +16,12 @@ from hypothesis import strategies as st
 from layerwise.checkpoint import latest, load, reader, save
 from layerwise.checkpoint.shards import file_name, write_shards
 from layerwise.checkpoint.step_folders import find
-from layerwise.comm.solo import SoloComm
 from layerwise.commands.export import export
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.run.state.state import Shard
 from tests.checkpoint.runs import OPTIMIZERS, alone, refused, saved, train
 from tests.examples import examples
-from tests.run.cut_modules import CutModule, cutting, tensors
 
 FILE = file_name(0)
 
@@ -260,8 +258,7 @@ def test_files_of_ranks_that_contradict_each_other(tmp_path: Path) -> None:
 
 
 def test_a_pipe_in_the_place_of_a_step_is_refused_and_no_save_waits_for_it(tmp_path: Path) -> None:
-    whole = tensors(0)
-    module = CutModule(SoloComm(), whole, cutting(whole, 1, 0), 7)
+    module = alone(0, 7)
     os.mkfifo(tmp_path / ".step-00000003.tmp-12ab34cd")
     save(tmp_path, module, None, {})
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000007"]

@@ -15,7 +15,7 @@ from layerwise.checkpoint import save, save_and_load, shards
 from layerwise.comm.solo import SoloComm
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
-from tests.checkpoint.runs import OPTIMIZERS, equal, resumed, trained
+from tests.checkpoint.runs import OPTIMIZERS, alone, equal, resumed, trained
 from tests.comm.launch import launch
 from tests.comm.thread import ThreadComm, run_threads
 from tests.run.cut_modules import CutModule, assembled, cutting, tensors
@@ -126,7 +126,7 @@ def test_a_disk_that_fills_while_pytorch_writes_is_one_sentence(tmp_path: Path) 
 def test_what_is_left_of_a_crash_goes_and_what_another_run_writes_stays(tmp_path: Path) -> None:
     for step in (4, 5, 6):
         (tmp_path / f".step-{step:08d}.tmp-12345678").mkdir(parents=True)
-    save(tmp_path, CutModule(SoloComm(), tensors(0), cutting(tensors(0), 1, 0), steps_done=5), None, {})
+    save(tmp_path, alone(0, 5), None, {})
     assert sorted(path.name for path in tmp_path.iterdir()) == [".step-00000006.tmp-12345678", "step-00000005"]
 
 

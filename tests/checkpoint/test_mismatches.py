@@ -69,7 +69,7 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
         return str(error.value)
 
     shampoo = torch.optim.Adafactor(module.parameters())
-    module.set_gradients(gradients(0))
+    module.set_gradients({name: t for name, t in gradients(0).items() if t.numel()})
     shampoo.step()
     assert "Adafactor stores 'row_var' for 'conv.weight'" in reason(shampoo)
     newton = torch.optim.LBFGS(module.parameters())

@@ -87,9 +87,6 @@ def test_a_priced_strategy_is_held_against_the_limit(run: Run, here: Path) -> No
     priced = [json.loads(run(*MLP, "--price", "s.json", "--memory-limit", m, "--json")) for m in ("1kB", "1GB")]
     assert [p["fits"] for p in priced] == [False, True]
     assert "memory of the fullest device" in run(*MLP, "--price", "s.json", "--memory")
-
-
-def test_a_grid_is_held_against_the_limit(run: Run) -> None:
     assert "(too much)" in run(*MLP, "--price", "grid:2x2", "--memory-limit", "1kB")
     assert "(too much)" not in run(*MLP, "--price", "grid:2x2")
 

@@ -1,5 +1,6 @@
 """Unequal devices: their weights, the time of each kind, and elimination over all weights is exact."""
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -80,6 +81,17 @@ def test_a_layer_takes_as_long_as_its_slowest_device() -> None:
     assert (np.max([kind.forward for kind in cost.kinds], axis=0) == cost.compute.forward).all()
     assert [kind.forward[2] > 0 for kind in cost.kinds] == [False, True]
     assert cost.compute.forward[1] <= cost.compute.forward[0]
+
+
+def test_a_layer_takes_as_long_as_its_slowest_device_also_with_shards_of_states() -> None:
+    """Full updates take the L40S longer, whose memory is slower; half of them leave the A100 as the slower one."""
+    devices = load("l40s,kinds=l40s:1+a100-80:1").device_graph(2)
+    model = CostModel(fuse(load_model("mlp:4096x4096x10", 256)), devices, CostOptions(optimizer="adam"))
+    config = Config.of({"n": 2})
+    cost = model.node_cost(model.graph.inner[0], (config, replace(config, states="sharded")))
+    each = np.array([kind.total for kind in cost.kinds])
+    assert each.argmax(0).tolist() == [0, 1]
+    assert (cost.compute.total == each.max(0)).all()
 
 
 def test_a_step_of_unequal_devices_waits_for_the_slowest_only() -> None:

@@ -1,5 +1,6 @@
 """What the ranks of a pool (tests/comm/pool.py) train with nnU-Net; a single process does the same by itself."""
 
+import copy
 import itertools
 import json
 import os
@@ -15,11 +16,13 @@ import torch
 import layerwise
 from layerwise.comm.base import Comm
 
+DATASET, PATCH, STAGES = "Dataset004_Blobs", [16, 16, 16], 4
 ARCHITECTURE = {
     "network_class_name": "dynamic_network_architectures.architectures.unet.PlainConvUNet",
     "arch_kwargs": {
-        "n_stages": 2, "features_per_stage": [4, 8], "conv_op": "torch.nn.modules.conv.Conv3d", "kernel_sizes": [3, 3],
-        "strides": [1, 2], "n_conv_per_stage": [1, 1], "n_conv_per_stage_decoder": [1], "conv_bias": True,
+        "n_stages": STAGES, "features_per_stage": [4] * STAGES, "conv_op": "torch.nn.modules.conv.Conv3d",
+        "kernel_sizes": [[3, 3, 3]] * STAGES, "strides": [[1, 1, 1], *[[2, 2, 2]] * (STAGES - 1)],
+        "n_conv_per_stage": [1] * STAGES, "n_conv_per_stage_decoder": [1] * (STAGES - 1), "conv_bias": True,
         "norm_op": "torch.nn.modules.instancenorm.InstanceNorm3d", "norm_op_kwargs": {"eps": 1e-5, "affine": True},
         "dropout_op": None, "dropout_op_kwargs": None,
         "nonlin": "torch.nn.LeakyReLU", "nonlin_kwargs": {"inplace": True},
@@ -28,30 +31,19 @@ ARCHITECTURE = {
 }  # fmt: skip
 RESAMPLING = {
     f"resampling_fn_{what}{suffix}": value
-    for what, order in (("data", 3), ("probabilities", 1))
+    for what, order in (("data", 3), ("probabilities", 1), ("seg", 1))
     for suffix, value in (
         ("", "resample_data_or_seg_to_shape"),
-        ("_kwargs", {"is_seg": False, "order": order, "order_z": 0, "force_separate_z": None}),
+        ("_kwargs", {"is_seg": what == "seg", "order": order, "order_z": 0, "force_separate_z": None}),
     )
-}
-DATASET, PATCH, STAGES = "Dataset004_Blobs", [16, 16, 16], 4
-RESAMPLED_SEGMENTATION = {
-    "resampling_fn_seg": "resample_data_or_seg_to_shape",
-    "resampling_fn_seg_kwargs": {"is_seg": True, "order": 1, "order_z": 0, "force_separate_z": None},
 }
 
 
 def plans() -> dict[str, Any]:
-    network = ARCHITECTURE["arch_kwargs"] | {
-        "n_stages": STAGES, "features_per_stage": [4] * STAGES, "kernel_sizes": [[3, 3, 3]] * STAGES,
-        "strides": [[1, 1, 1], *[[2, 2, 2]] * (STAGES - 1)], "n_conv_per_stage": [1] * STAGES,
-        "n_conv_per_stage_decoder": [1] * (STAGES - 1), "conv_op": "torch.nn.modules.conv.Conv3d",
-    }  # fmt: skip
     configuration = {
         "data_identifier": "nnUNetPlans_3d_fullres", "preprocessor_name": "DefaultPreprocessor", "batch_size": 2,
         "patch_size": PATCH, "spacing": [1.0, 1.0, 1.0], "normalization_schemes": ["ZScoreNormalization"],
-        "use_mask_for_norm": [False], "batch_dice": True, "architecture": ARCHITECTURE | {"arch_kwargs": network},
-        **RESAMPLING, **RESAMPLED_SEGMENTATION,
+        "use_mask_for_norm": [False], "batch_dice": True, "architecture": copy.deepcopy(ARCHITECTURE), **RESAMPLING,
     }  # fmt: skip
     return {
         "dataset_name": DATASET, "plans_name": "nnUNetPlans", "image_reader_writer": "NibabelIO",

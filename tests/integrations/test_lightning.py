@@ -96,7 +96,7 @@ def test_a_step_by_hand_is_tried_as_lightning_runs_it() -> None:
     assert (ours.rates, ours.seen) == (plain.rates, plain.seen)
 
 
-@pytest.mark.parametrize("kind", ["EMA", "SWA"])
+@pytest.mark.parametrize("kind", ["EMA", pytest.param("SWA", marks=pytest.mark.slow)])
 def test_averages_of_weights_are_one_devices(kind: str) -> None:
     wanted = alone("averaged", folder=kind)
     assert apart(wanted, alone("averaged", folder="none")) > 1e-3  # or nothing would have been averaged
@@ -104,7 +104,7 @@ def test_averages_of_weights_are_one_devices(kind: str) -> None:
         assert apart(weights, wanted) <= 1e-9
 
 
-@pytest.mark.parametrize("half", ["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("half", ["bf16-mixed", pytest.param("16-mixed", marks=pytest.mark.slow)])
 def test_mixed_precision(half: str) -> None:
     wanted = alone("mixed", folder=half)
     for weights in run_ranks(2, RUN, cases.SPLIT, "mixed", half):

@@ -14,12 +14,13 @@ from layerwise.importers.load import load_model
 from layerwise.machine import load
 from layerwise.oracle.__main__ import counts
 from layerwise.oracle.ask import Budget, plan_of, suggest
-from layerwise.oracle.phases import Phases, PricedPhases, Projection
+from layerwise.oracle.phases import Phases, Projection
 from layerwise.oracle.question import Answer, Oracle, Question
 from layerwise.oracle.report.found import suggestion_lines
 from layerwise.oracle.strategies import Limit
 from layerwise.search.find import search
 from layerwise.search.make_plan import make_plan
+from layerwise.search.result import Candidate
 
 SAMPLES = 1000
 
@@ -103,7 +104,7 @@ def test_what_the_models_error_does_not_tell_apart_goes_to_data_parallelism() ->
 def test_where_the_fit_is_poor_a_larger_gain_tells_nothing() -> None:
     times = SimpleNamespace(held_out_error=0.3)
     model = SimpleNamespace(measurements=SimpleNamespace(times=times))
-    few, most = (cast(PricedPhases, SimpleNamespace(model=model, error=error)) for error in (0.2, 0.05))
+    few, most = (cast(Candidate, SimpleNamespace(model=model, error=error)) for error in (0.2, 0.05))
     quick = replace(answer("layerwise", 8, 8.5), priced=few)
     assert suggest([quick, DATA], SAMPLES, Budget()).best is DATA
     found = suggest([quick, replace(DATA, priced=most)], SAMPLES, Budget())

@@ -143,8 +143,8 @@ def written(folder: Path, value: object) -> Path:
     return path
 
 
-def test_an_epoch_is_its_iterations(tmp_path: Path) -> None:
-    run = {"strategy": "ds", "gpus": 8, "batch": 64, "epoch_s": 100.0, "samples": 6400, "inside": 4}
+def test_an_epoch_is_its_iterations_of_a_strategy_by_its_long_name_too(tmp_path: Path) -> None:
+    run = {"strategy": "data+spatial", "gpus": 8, "batch": 64, "epoch_s": 100.0, "samples": 6400, "inside": 4}
     (found,) = read_runs(written(tmp_path, {"runs": [run]}))
     assert found == MeasuredRun("ds", 8, 64, 1.0, inside=4)
 
@@ -193,11 +193,6 @@ def test_accuracy_is_the_papers() -> None:
     assert accuracy(0.9, 1.0) == pytest.approx(0.9)
     assert accuracy(1.1, 1.0) == pytest.approx(0.9)
     assert accuracy(3.0, 1.0) == pytest.approx(-1.0)
-
-
-def test_long_names_of_hybrids(tmp_path: Path) -> None:
-    (found,) = read_runs(written(tmp_path, [GOOD | {"strategy": "data+filter"}]))
-    assert found.strategy == "df"
 
 
 def test_times_without_spread_have_no_outliers(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def assembled(modules: Sequence[CutModule]) -> dict[str, Tensor]:
 
 
 def tensors(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Weights of several dimensions, and buffers; among them a scalar and an odd name."""
+    """Weights of several dimensions, and buffers; among them a scalar, an empty one and an odd name."""
     chance = torch.Generator().manual_seed(seed)
 
     def drawn(*shape: int) -> Tensor:
@@ -126,6 +126,7 @@ def tensors(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
         "conv.bias": drawn(5),
         "/fc/weight@0,1": drawn(7, 4),
         "scale": drawn(),
+        "nothing": drawn(0, 4),
         "count": torch.randint(0, 99, (), generator=chance),
         "mask": torch.randint(0, 2, (3, 5), generator=chance).bool(),
         "table": torch.randint(0, 99, (6,), generator=chance, dtype=torch.int32),

@@ -365,6 +365,7 @@ def beside(comm: Comm, cuts: Cuts) -> None:
             assert torch.equal(kept.lerp_(p, 0.5), 0.5 * full[name])
             assert torch.equal(own + p, own + full[name])
             assert p.tolist() == full[name].tolist() == p.numpy().tolist()
+            assert type(p.square()) is type(p)
             p.add_(kept).sub_(kept)
             torch._foreach_mul_([p], [torch.full_like(kept, 1.0)])
             for write in (Tensor.add_, Tensor.copy_, lambda p, x: torch._foreach_add_([p], [x])):
@@ -382,7 +383,6 @@ def beside(comm: Comm, cuts: Cuts) -> None:
         assert type(number) is Tensor
         number -= torch.tensor(float(comm.rank))
         assert number.item() == pytest.approx(float(full[name].norm()) - comm.rank)
-        assert type(p.square()) is type(p)
         assert type(p[0]) is not type(p)
 
 

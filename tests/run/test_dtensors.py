@@ -157,7 +157,7 @@ def test_parameters_that_are_not_cut_evenly_are_dtensors() -> None:
         check([told for (told,) in trained], single("adamw", "clip"))
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("optimizer", [pytest.param("sgd", marks=pytest.mark.slow), "adamw"])
 def test_dcp_saves_and_another_plan_and_another_number_of_ranks_go_on(tmp_path: Path, optimizer: str) -> None:
     folder, wanted = str(tmp_path / "dcp"), single(optimizer, "nothing")[1]
     of = {"sgd": "states", "adamw": "fewer"}[optimizer]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from layerwise.cost.additive import Choice, Costs, Moved
 from layerwise.geometry.arrays import Floats, Ints
-from layerwise.search.priced.additive import Problem
+from layerwise.search.priced.prices import Problem
 from tests.search.tables import random_tables
 
 

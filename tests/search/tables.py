@@ -1,7 +1,6 @@
-"""Random cost tables over random graphs, every strategy of them, and the cheapest: searches are checked against it."""
+"""Random cost tables over random graphs, and the cost of every strategy: searches are checked against it."""
 
-from itertools import pairwise, product
-from math import prod
+from itertools import pairwise
 
 import numpy as np
 from hypothesis import strategies as st
@@ -9,7 +8,6 @@ from numpy.typing import NDArray
 
 from layerwise.config import Config
 from layerwise.cost.model import CostTables, EdgeName
-from layerwise.search.solve.eliminate import Optimum
 
 CONFIGS = tuple(Config.of({"n": degree}) for degree in range(1, 9))
 
@@ -46,34 +44,17 @@ def complete_tables(count: int, size: int, seed: int = 0) -> CostTables:
     return tables(dict.fromkeys(names, size), edges, seed)
 
 
+def every_cost(t: CostTables) -> NDArray[np.float64]:
+    """Equation 1 of every strategy: a dimension for each layer, in their order."""
+    sizes = {name: len(cost) for name, cost in t.node.items()}
+    total = np.zeros([*sizes.values()])
+    scopes = [((name,), cost) for name, cost in t.node.items()]
+    scopes += [(edge[:2], cost) for edge, cost in t.transfer.items()]
+    for scope, cost in scopes:
+        total += cost.reshape([size if name in scope else 1 for name, size in sizes.items()])
+    return total
+
+
 def every_strategy(t: CostTables) -> dict[tuple[int, ...], float]:
-    """Equation 1 of every strategy, one at a time: indices in the order of the layers."""
-    names = list(t.node)
-    found = {}
-    for choice in product(*(range(len(cost)) for cost in t.node.values())):
-        at = dict(zip(names, choice, strict=True))
-        cost = sum(float(t.node[name][at[name]]) for name in names)
-        found[choice] = cost + sum(float(x[at[u], at[v]]) for (u, v, _), x in t.transfer.items())
-    return found
-
-
-CHUNK = 1 << 14  # strategies that are priced together
-
-
-def exhaustive(tables: CostTables) -> Optimum:
-    """The cheapest of all strategies by equation 1."""
-    sizes = tuple(len(cost) for cost in tables.node.values())
-    count = prod(sizes)
-    best, best_s = 0, float("inf")
-    for start in range(0, count, CHUNK):
-        digits = np.unravel_index(np.arange(start, min(start + CHUNK, count)), sizes)
-        choices = dict(zip(tables.node, digits, strict=True))
-        cost = np.zeros(len(digits[0]))
-        for name, own in tables.node.items():
-            cost += own[choices[name]]
-        for (u, v, _), transfer in tables.transfer.items():
-            cost += transfer[choices[u], choices[v]]
-        if cost.min() < best_s:
-            best, best_s = start + int(cost.argmin()), float(cost.min())
-    choice = dict(zip(tables.node, map(int, np.unravel_index(best, sizes)), strict=True))
-    return Optimum(choice, best_s, best_s, len(sizes), ())
+    """Equation 1 of every strategy: indices in the order of the layers."""
+    return dict(np.ndenumerate(every_cost(t)))

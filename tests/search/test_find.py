@@ -21,7 +21,6 @@ from layerwise.search.find import decide, search
 from layerwise.search.result import Candidate
 from layerwise.search.solve import narrow
 from layerwise.search.solve.eliminate import Optimum
-from layerwise.search.solve.narrow import Narrowed
 from layerwise.tensor import TensorSpec
 from tests.cost.networks import add, pointwise_conv
 from tests.examples import examples
@@ -127,9 +126,8 @@ def test_a_plan_beyond_memory_is_not_chosen_while_another_fits() -> None:
 def unpruned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pruning leaves little of a small network: without it there is something to search."""
 
-    def everything(model: CostModel, configs: Configs, *args: object) -> Narrowed:
-        tables = model.tables(configs)
-        return Narrowed(tables, 1e9, 0.0)
+    def everything(model: CostModel, configs: Configs, *args: object) -> tuple[CostTables, float]:
+        return model.tables(configs), 1e9
 
     monkeypatch.setattr(find, "narrow", everything)
 

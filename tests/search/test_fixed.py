@@ -12,8 +12,8 @@ from layerwise.importers.load import load_model
 from layerwise.machine import load
 from layerwise.plan import load_plan
 from layerwise.search.__main__ import main as command
+from layerwise.search.baselines import fixed_layers
 from layerwise.search.find import search
-from layerwise.search.fixed import fixed_layers
 from layerwise.search.rebuild import rebuild, replan
 
 GRAPH = fuse(load_model("alexnet", 64))

@@ -17,7 +17,7 @@ from layerwise.search.export import export_costs
 from layerwise.search.find import search
 from layerwise.search.solve.eliminate import eliminate
 from tests.importers.networks import chain, crossing, residual
-from tests.search.tables import exhaustive, random_tables
+from tests.search.tables import every_cost, random_tables
 
 pytoulbar2 = pytest.importorskip("pytoulbar2")
 
@@ -43,7 +43,7 @@ def rounding(t: CostTables) -> float:
 @given(random_tables(nodes=6))
 def test_it_agrees_on_random_tables(tmp_path_factory: pytest.TempPathFactory, t: CostTables) -> None:
     assert solved(t, tmp_path_factory.getbasetemp() / "random.cfn") == pytest.approx(
-        exhaustive(t).cost_s, rel=1e-12, abs=rounding(t)
+        every_cost(t).min(), rel=1e-12, abs=rounding(t)
     )
 
 

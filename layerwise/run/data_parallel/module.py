@@ -91,7 +91,7 @@ class DataRun(Run):
     @property
     def _own(self) -> Callable[..., Any]:
         """Returns the user's own forward pass."""
-        own: Callable[..., Any] = self.own_forward or self.own_class.forward.__get__(self.model)
+        own: Callable[..., Any] = self.own_forward or partial(self.own_class.forward, self.model)
         return own
 
     def _average(self) -> None:

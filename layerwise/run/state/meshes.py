@@ -69,7 +69,10 @@ def everywhere(tensor: DTensor) -> Tensor:
     """Returns the full tensor on every rank, even of a DTensor on some ranks. All ranks must call this."""
     mesh = tensor.device_mesh
     if mesh not in ALL_RANKS:
-        return tensor._local_tensor if tensor._spec.is_replicated() else plain_dtensor(tensor).full_tensor()
+        if tensor._spec.is_replicated():
+            return tensor._local_tensor
+        full = plain_dtensor(tensor).full_tensor()
+        return full if full.stride() == tensor.stride() else full.contiguous()  # as views of it expect
     if mesh.get_coordinate() is None:
         full = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor._local_tensor.device)
     else:

@@ -16,7 +16,7 @@ operations.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ from layerwise.run.state.meshes import (
 from layerwise.run.state.operations import OF_SHAPE, one_number, operation, reduced
 
 COMPUTED = frozenset(("data", "T", "mT", "H", "mH"))  # attributes that are tensors
-DISPATCHES = torch.__version__ >= "2.13"
+DISPATCHES = torch.__version__ >= "2.13"  # to the class: before, C++ takes an object of a subclass for a DTensor
 ASKS = frozenset(("grad", "backward"))  # functions that ask for its gradient
 
 
@@ -218,7 +218,7 @@ def _dispatched(func: Any, args: Any, kwargs: Any) -> Any:
     if DISPATCHES:
         result = func(*args, **kwargs)
     else:
-        with _Dispatch():  # type: ignore[no-untyped-call]  # C++ treats an object of a subclass like a DTensor
+        with _Dispatch():  # type: ignore[no-untyped-call]
             result = func(*args, **kwargs)
     if not SHARED or type(result) is not Tensor:
         return result
@@ -242,15 +242,24 @@ INPLACE = frozenset(("__setitem__", *(f"__i{operator}__" for operator in OPERATO
 
 def _followed(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
     """Returns `func`'s result for autograd to track, on full tensors beside plain ones, which may differ by rank."""
-    dtensors = {id(x): x for x in tensors if isinstance(x, PlanDTensor)}
     if any(not isinstance(x, DTensor) for x in tensors):
-        full = {key: _Full.apply(x) for key, x in dtensors.items()}  # type: ignore[no-untyped-call]
-        args, kwargs = tree_map(lambda x: full.get(id(x), x), (args, kwargs))
-        return func(*args, **kwargs)
-    mesh = all_ranks(next(iter(dtensors.values())))
-    result = _dispatched(func, args, kwargs)
-    mean: Any = _Mean.apply
+        return _in_full(func, args, kwargs, tensors)
+    first = next(x for x in tensors if isinstance(x, PlanDTensor))
+    random = None if DISPATCHES else _random(first.device).get_rng_state()
+    result, mesh, mean = _dispatched(func, args, kwargs), all_ranks(first), cast(Any, _Mean.apply)
+    if random is not None and any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(result)):
+        _random(first.device).set_rng_state(random)  # autograd's formulas would not come to the class
+        return _in_full(func, args, kwargs, tensors)
     return tree_map(lambda x: mean(x, mesh) if type(x) in (Tensor, PartView) and x.requires_grad else x, result)
+
+
+def _in_full(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
+    full = {id(x): _Full.apply(x) for x in tensors if isinstance(x, PlanDTensor)}  # type: ignore[no-untyped-call]
+    return func(*tree_map(lambda x: full.get(id(x), x), args), **tree_map(lambda x: full.get(id(x), x), kwargs))
+
+
+def _random(device: torch.device) -> Any:
+    return torch.cuda if device.type == "cuda" else torch.random
 
 
 def _shard_of(rank: int, tensor: DTensor) -> DTensor:
@@ -275,7 +284,7 @@ def _put(p: Tensor, where: Any, value: Any) -> None:
         return
     full = everywhere(p).detach().clone()
     full[where] = value
-    p.copy_(full)
+    _dispatched(torch.Tensor.copy_, (p, full), {})
 
 
 def _set_data(p: PlanDTensor, value: Tensor) -> None:
@@ -286,7 +295,7 @@ def _set_data(p: PlanDTensor, value: Tensor) -> None:
             "load_state_dict, and convert types with model.to()"
         )
     with torch.no_grad():
-        p.copy_(value)
+        _dispatched(torch.Tensor.copy_, (p, value), {})
 
 
 class _Mean(torch.autograd.Function):

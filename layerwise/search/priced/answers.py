@@ -21,7 +21,6 @@ class MemoryPrice:
 class Within:
     """The answer under a limit."""
 
-    limit_bytes: float
     strategies: tuple[Strategy, ...]  # the best found, by equation 1
     cost_s: float  # of the first one; inf if none was found
     lower_bound_s: float  # of equation 1, over all strategies that fit; inf if it is proven that none does

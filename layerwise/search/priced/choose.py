@@ -17,8 +17,7 @@ import numpy as np
 
 from layerwise.cost.additive import Choice, Costs, weighted_sum
 from layerwise.geometry.arrays import Mask
-from layerwise.search.priced.additive import Minimise, Problem, remembered
-from layerwise.search.priced.prices import DEAREST, SHARE, Prices, best_prices, least_rows
+from layerwise.search.priced.prices import DEAREST, SHARE, Minimise, Prices, Problem, best_prices, least_rows
 from layerwise.search.solve.narrow import SLACK
 
 LOOKS = 4  # the most peaks to simulate of the choices that one search for prices has found
@@ -39,13 +38,12 @@ class Seen:
         self.problem, self.limit, self.exact = problem, limit, exact or problem.cost
         self.best: Choice | None = None
         self.cost = np.inf
-        self.peak = remembered(problem.base, self._peak)
 
     def fits(self, choice: Choice) -> bool:
         """True if the simulated peak of a choice is within the limit; rows above it need no simulation."""
         return bool(self.problem.rows(choice).max() <= self.limit) and self.peak(choice) <= self.limit
 
-    def _peak(self, choice: Choice) -> float:
+    def peak(self, choice: Choice) -> float:
         """The simulated peak of a choice, in bytes. If it fits and is the fastest so far, it becomes `best`."""
         peak = self.problem.peak(choice)
         if peak <= self.limit and (cost := self.exact(choice)) < self.cost:
@@ -105,7 +103,7 @@ class Seen:
         """The layer whose bytes cost the most different amounts in the mixture, and its lighter variants."""
         if not prices.price or not prices.met:
             return None
-        shares, charge = prices.mixture(self.limit), prices.charge(problem)
+        shares, charge = prices.mixture(self.limit), prices.charge
         mixed = [prices.met[i].choice for i in np.flatnonzero(shares > SHARE)]
         share, most, found = shares[shares > SHARE], 0.0, None
         if len(mixed) < 2:
@@ -131,7 +129,7 @@ class Seen:
         """The choices found, and the cheapest ones at other prices. Peaks of those that may fit are simulated."""
         found = [met.choice for met in prices.met]
         for factor in FACTORS if prices.price else ():
-            paid = weighted_sum([1.0, factor], [self.problem.time, prices.charge(self.problem)])
+            paid = weighted_sum([1.0, factor], [self.problem.time, prices.charge])
             found.append(minimise(paid, self.problem.base)[0])
         for choice in sorted(found, key=self.problem.cost):
             if self.problem.cost(choice) < self.cost:

@@ -22,22 +22,22 @@ from layerwise.cost.model import Configs, CostModel, EdgeName, Progress
 from layerwise.cost.terms import LAYER_TERMS
 from layerwise.geometry.arrays import Floats, Ints, Mask
 from layerwise.graph.layer import Layer
-from layerwise.search.priced.additive import (
+from layerwise.search.priced.answers import Least, MemoryPrice, Within
+from layerwise.search.priced.choose import GAP, LOOKS, Seen
+from layerwise.search.priced.moves import PEAKS, STARTS, Moves, Together, improve, lightest, plainer
+from layerwise.search.priced.prices import (
     Minimise,
+    Prices,
     Problem,
     by_elimination,
     by_messages,
     least_by_base,
-    lower_bounds,
+    least_rows,
     possible,
 )  # fmt: skip
-from layerwise.search.priced.answers import Least, MemoryPrice, Within
-from layerwise.search.priced.choose import GAP, LOOKS, Seen
-from layerwise.search.priced.moves import PEAKS, STARTS, Moves, Together, improve, lightest, plainer
-from layerwise.search.priced.prices import Prices, least_rows
 from layerwise.search.priced.variants import OFFERS, Forms, Strategy, Variants
 from layerwise.search.solve.eliminate import sums_of
-from layerwise.search.solve.narrow import PAYS, SLACK, node_costs, restrict, rough_tables
+from layerwise.search.solve.narrow import PAYS, SLACK, SWEEPS, Messages, node_costs, restrict, rough_tables
 
 Met = tuple[
     Sequence[Strategy], Sequence[int]
@@ -125,7 +125,7 @@ class _Left:
         choice's variants are always kept.
         """
         seen, bound, base = self.seen, self.prices.bound, self.space.base
-        fits, lower = possible(base, self.prices.capped(seen.limit)), self.prices.least_s(seen.problem, seen.limit)
+        fits, lower = possible(base, self.prices.rows, seen.limit), self.prices.least_s(seen.problem, seen.limit)
         beyond = seen.cost - bound if np.isfinite(seen.cost) else abs(bound)
         below = seen.cost
         while True:
@@ -168,12 +168,12 @@ class LimitedSearch:
         begun = self._begun(limit, known)
         hand = next(iter(begun.fitting), None)
         if hand is None and self._bytes_alone[2].bound > limit * SLACK:
-            return Within(limit, (), np.inf, np.inf, (), 0)
+            return Within((), np.inf, np.inf, (), 0)
         space = Variants.of(self.cells if hand is None else self._cells_within(self.model.step_s(hand)), self.forms)
         tables = self._tables(space, rough_tables(self.model, space.bases, self.progress).transfer)
         left = self._left(limit, tables, hand, begun.met)
         if left.prices.bound == np.inf:
-            return Within(limit, tuple(left.fitting), left.seen.cost, left.seen.cost, (), 0)
+            return Within(tuple(left.fitting), left.seen.cost, left.seen.cost, (), 0)
         lower_s = left.lower_s
         while True:
             within, below = self._exactly(limit, left, lower_s)
@@ -236,7 +236,7 @@ class LimitedSearch:
         dearest = sorted(price.items(), key=lambda row: -row[1])
         told = tuple(MemoryPrice(few.rows.instants[row], 0, seconds) for row, seconds in dearest)
         count = sum(map(len, space.configs.values()))
-        return Within(limit, tuple(strategies), cost, min(cost, bound), told, count), below
+        return Within(tuple(strategies), cost, min(cost, bound), told, count), below
 
     def _plainer(self, limit: float, strategy: Strategy) -> Strategy:
         """A strategy that fits, without the forms that save memory in vain: with its cells, in all forms."""
@@ -257,7 +257,7 @@ class LimitedSearch:
         together = partial(space.together, self.model)
         best, size = lightest(problem, together, begin, wanted, PEAKS if bound <= wanted * SLACK or not wanted else FEW)
         if bound < size and (bound <= wanted * SLACK or not wanted):
-            tables = tables.restrict(possible(space.base, game.mixed(size)))
+            tables = tables.restrict(game.possible(space.base, size))
             small, few = tables.space, self._problem(tables)
             work = sums_of({name: len(these) for name, these in small.bases.items()}, self.edges)
             closer = least_rows(few, self.minimise if work <= WORK else by_messages)
@@ -324,9 +324,7 @@ class LimitedSearch:
         # First without what forms change, so that few cells are priced in all of them.
         for seconds in (self._least_s, self._formed_s):
             own = {name: seconds(self.model.graph[name], these) for name, these in tables.configs.items()}
-            base = {name: np.arange(len(these)) for name, these in tables.configs.items()}
-            lower = lower_bounds(Costs(own, tables.transfer), base)
-            tables = restrict(tables, {name: least <= upper * SLACK for name, least in lower.items()})
+            tables = restrict(tables, Messages(tables.transfer, list(own)).bounds(own, SWEEPS).within(upper))
         return tables.configs
 
     def _least_s(self, layer: Layer, cells: tuple[Config, ...]) -> Floats:
@@ -336,7 +334,6 @@ class LimitedSearch:
 
     def _formed_s(self, layer: Layer, cells: tuple[Config, ...]) -> Floats:
         """(C,) the seconds of a layer in its fastest form; recomputation only adds to them."""
-        forms = replace(self.forms, offered=tuple(form for form in self.forms.offered if not form[0]))
-        formed = forms.of_layers(layer.name, cells)
+        formed = self.forms.saved.of_layers(layer.name, cells)
         cost = self.model.node_cost(layer, tuple(formed)).total
         return least_by_base(cost, np.array(list(formed.values())))[0]

@@ -17,8 +17,8 @@ import numpy as np
 from layerwise.cost.additive import Choice, Costs, Moved, edges_of
 from layerwise.cost.model import EdgeName
 from layerwise.geometry.arrays import Floats
-from layerwise.search.priced.additive import Problem, least_by_base, remembered
 from layerwise.search.priced.choose import GAP, Seen
+from layerwise.search.priced.prices import Problem, least_by_base
 
 Together = Callable[[Choice], Iterable[Moved]]  # moves of several layers that are alike
 STARTS = 4  # the most choices from which moves start
@@ -304,16 +304,16 @@ def lightest(
     begin: choices; moves start at those with the least peaks. enough: bytes at which it ends. peaks: the number of
     peaks to simulate from each start.
     """
-    moves, peak = Moves(problem, together), remembered(problem.base, problem.peak)
+    moves = Moves(problem, together)
     goal = Goal(
-        value=peak,
+        value=problem.peak,
         guide=lambda choice: problem.row(int(problem.rows(choice).argmax())),
         rows=True,
         neighbours=True,
         misses=peaks,
         looked=LIGHTER,
     )
-    starts = sorted({tuple(c.values()): c for c in begin}.values(), key=peak)[:STARTS]
+    starts = sorted({tuple(c.values()): c for c in begin}.values(), key=problem.peak)[:STARTS]
     found = [moves.descend(start, goal, peaks, enough) for start in starts[: 1 + peaks // PEAKS * STARTS]]
-    best = min(found, key=peak)
-    return best, peak(best)
+    best = min(found, key=problem.peak)
+    return best, problem.peak(best)

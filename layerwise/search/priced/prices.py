@@ -1,4 +1,5 @@
-"""The best prices of a byte at the instants that may be the fullest.
+"""Problems, which ask for the fastest choice that fits into memory, and the best prices of a byte at the instants that
+may be the fullest.
 
 With a price on memory the problem is additive again, so elimination solves it: this is Lagrangian relaxation. The best
 prices are found as by Dantzig and Wolfe (Oper. Res. 8(1), 1960). A linear program mixes the choices found so far such
@@ -8,20 +9,96 @@ those that the mixture exceeds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from layerwise.cost.additive import Choice, Costs, weighted_sum
-from layerwise.geometry.arrays import Floats
-from layerwise.search.priced.additive import Cap, Minimise, Problem, lower_bounds
+from layerwise.cost.additive import Choice, Costs, Moved, weighted_sum
+from layerwise.cost.model import CostTables
+from layerwise.geometry.arrays import Floats, Ints, Mask
+from layerwise.search.solve.eliminate import eliminate
+from layerwise.search.solve.narrow import SLACK, SWEEPS, Messages
 
 ROUNDS = 60  # the most eliminations
 SHARE = 1e-6  # smaller shares of a mixture are rounding errors
 CLOSE = 1e-6  # bounds that differ by less, as a fraction, are equal
 Mixture = tuple[Floats, Floats, float]  # shares of choices, prices of rows, and the seconds or bytes of the mixture
 DEAREST = 1e3  # exceeding the limit by the most of any choice costs at most so many unconstrained steps
+
+
+Minimise = Callable[[Costs, Mapping[str, Ints]], tuple[Choice, float]]  # finds a good choice, and a lower bound of all
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """The tables of a problem.
+
+    A *row* is an additive lower bound of the bytes that are alive at one instant, so no choice's peak is below it.
+    """
+
+    time: Costs  # seconds
+    base: Mapping[str, Ints]  # (V_l,) the index of each variant's base
+    row: Callable[[int], Costs]  # the table of a row, in bytes
+    rows: Callable[[Choice], Floats]  # (R,) the bytes of a choice in every row
+    changes: Callable[[Choice, Moved], Floats]  # (n, R) the bytes that each of n moves adds to every row
+    simulate: Callable[[Choice], float]  # the peak of a choice, in bytes, which must fit
+    _peaks: dict[tuple[int, ...], float] = field(default_factory=dict)  # a cache
+
+    def cost(self, choice: Choice) -> float:
+        """Seconds of one choice."""
+        return self.time.of(choice, self.base)
+
+    def peak(self, choice: Choice) -> float:
+        """The simulated peak of one choice."""
+        key = tuple(choice[name] for name in self.base)
+        if key not in self._peaks:
+            self._peaks[key] = self.simulate(choice)
+        return self._peaks[key]
+
+
+def least_by_base(node: Floats, base: Ints) -> tuple[Floats, Ints]:
+    """(B,) the cost and the index of the cheapest variant of every base."""
+    order = np.lexsort((node, base))
+    first = order[np.r_[True, np.diff(base[order]) > 0]]
+    return node[first], first
+
+
+def by_elimination(memory_bytes: float) -> Minimise:
+    """Elimination: it finds the cheapest choice, with its cost as the bound, if tables of `memory_bytes` suffice."""
+
+    def minimise(costs: Costs, base: Mapping[str, Ints]) -> tuple[Choice, float]:
+        least = {name: least_by_base(node, base[name]) for name, node in costs.node.items()}
+        found = eliminate(
+            CostTables({}, {name: cost for name, (cost, _) in least.items()}, dict(costs.edge)), memory_bytes
+        )
+        return {name: int(least[name][1][i]) for name, i in found.choice.items()}, found.lower_bound_s
+
+    return minimise
+
+
+def by_messages(costs: Costs, base: Mapping[str, Ints]) -> tuple[Choice, float]:
+    """A good choice and a bound from one sweep of message passing: on large tables far quicker than elimination."""
+    least = {name: least_by_base(node, base[name]) for name, node in costs.node.items()}
+    bounds = Messages(costs.edge, list(least)).bounds({name: cost for name, (cost, _) in least.items()}, SWEEPS)
+    choice = {name: int(least[name][1][i]) for name, i in bounds.choice.items()}
+    return choice, max(float(lower.min()) for lower in bounds.lower_s.values())
+
+
+def lower_bounds(costs: Costs, base: Mapping[str, Ints]) -> dict[str, Floats]:
+    """(V_l,) for each variant, a lower bound of the cost of all choices that have it, by message passing."""
+    own = {name: least_by_base(node, base[name])[0] for name, node in costs.node.items()}
+    lower = Messages(costs.edge, list(own)).bounds(own, SWEEPS).lower_s
+    return {name: (lower[name] - own[name])[base[name]] + node for name, node in costs.node.items()}
+
+
+def possible(base: Mapping[str, Ints], rows: Iterable[Costs], most: float) -> dict[str, Mask]:
+    """(V_l,) True for variants that may be part of a choice of which no row is more than `most`."""
+    keep = {name: np.ones(len(these), bool) for name, these in base.items()}
+    for row in rows:
+        for name, lower in lower_bounds(row, base).items():
+            keep[name] &= lower <= most * SLACK
+    return keep
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +138,19 @@ class Prices:
         """(rows, choices) bytes of the choices found in these rows."""
         return np.stack([met.rows for met in self.met])[:, rows].T
 
-    def charge(self, problem: Problem) -> Costs:
-        """The bytes of all rows, each times its price, as one cost."""
-        return weighted_sum([0.0, *self.price.values()], [problem.time, *(self.solved[row] for row in self.price)])
+    @property
+    def rows(self) -> list[Costs]:
+        """The tables of the rows that have a price."""
+        return [self.solved[row] for row in self.price]
+
+    @property
+    def charge(self) -> Costs:
+        """The sum of the rows, each times its price; for `least_rows` their mean, which is never above the fullest."""
+        return weighted_sum(list(self.price.values()), self.rows)
+
+    def possible(self, base: Mapping[str, Ints], most: float) -> dict[str, Mask]:
+        """(V_l,) True for variants that may be part of a choice of which no row is above `most`, by `least_rows`."""
+        return possible(base, [self.charge, *self.rows], most)
 
     def mixture(self, limit: float) -> Floats:
         """(choices,) the share of each choice in the mixture that fits on average and takes the least time."""
@@ -77,21 +164,10 @@ class Prices:
 
     def least_s(self, problem: Problem, limit: float) -> dict[str, Floats]:
         """(V_l,) for each variant, a lower bound of the seconds of all choices within the limit that have it."""
-        rows = [self.solved[row] for row in self.price]
-        paid = weighted_sum([1.0, *self.price.values()], [problem.time, *rows])
+        paid = weighted_sum([1.0, *self.price.values()], [problem.time, *self.rows])
         charged, alone = sum(self.price.values()) * limit, lower_bounds(problem.time, problem.base)
         lower = lower_bounds(paid, problem.base) if self.price else alone
         return {name: np.maximum(least - charged, alone[name]) for name, least in lower.items()}
-
-    def capped(self, limit: float) -> list[Cap]:
-        """The rows with a price, each of which must be within the limit."""
-        return [(self.solved[row], limit) for row in self.price]
-
-    def mixed(self, most: float) -> list[Cap]:
-        """The mean of the rows by their shares, and each row. None of them is above the fullest row."""
-        rows = [self.solved[row] for row in self.price]
-        mean = weighted_sum(list(self.price.values()), rows)
-        return [(row, most) for row in (mean, *rows)]
 
 
 def best_prices(problem: Problem, limit: float, minimise: Minimise, start: Prices | None = None) -> Prices:
@@ -100,26 +176,47 @@ def best_prices(problem: Problem, limit: float, minimise: Minimise, start: Price
     start: choices and rows from a search with another limit.
     """
     best = Prices.begun(start)
-    active = sorted(best.solved)
-    price: dict[int, float] = {}
-    value, solved = np.inf, False  # of the last mixture; whether its prices are the best over the active rows
+    if not best.met:
+        choice, best.bound = minimise(problem.time, problem.base)
+        best.met.append(_known(problem, choice))
 
     def mix(taken: Floats) -> Mixture:
         return _fit_on_average(best.met, taken, limit, max(best.met[0].cost, 1e-30))
 
-    for _ in range(ROUNDS):
-        if best.met:
-            mixture = _next(problem, best, active, mix, solved, limit)
-            if mixture is None:
-                break
-            price, value = mixture
-        costs = weighted_sum([1.0, *price.values()], [problem.time, *(best.solved[row] for row in price)])
+    return _raised(problem, minimise, best, sorted(best.solved), mix, limit=limit)
+
+
+def _raised(
+    problem: Problem,
+    minimise: Minimise,
+    best: Prices,
+    active: list[int],
+    mix: Callable[[Floats], Mixture],
+    *,
+    limit: float | None = None,
+    rounds: int = ROUNDS,
+    enough: float = -np.inf,
+) -> Prices:
+    """Raises the bound: the best choice at the prices of the best mixture is one more choice to mix, and so on.
+
+    active: the rows to begin with. limit: bytes, each of which has its price beside the seconds; None: bytes alone.
+    """
+    solved, time = False, [] if limit is None else [problem.time]
+    for _ in range(rounds):
+        mixture = _next(problem, best, active, mix, solved, limit)
+        if mixture is None:
+            break
+        price, value = mixture
+        rows = [best.solved[row] for row in price]
+        costs = weighted_sum([*(1.0 for _ in time), *price.values()], [*time, *rows])
         choice, least = minimise(costs, problem.base)
-        charged = sum(price.values()) * limit
+        charged = 0.0 if limit is None else sum(price.values()) * limit
         if least - charged > best.bound:
             best.bound, best.price = least - charged, price
         solved = costs.of(choice, problem.base) - charged >= value - CLOSE * abs(value)
         best.met.append(_known(problem, choice))
+        if best.met[-1].rows.max() <= enough:
+            break
     return best
 
 
@@ -129,7 +226,7 @@ def _next(
     active: list[int],
     mix: Callable[[Floats], Mixture],
     solved: bool,
-    limit: float | None = None,
+    limit: float | None,
 ) -> tuple[dict[int, float], float] | None:
     """The prices of the best mixture of the choices found, and its value; None if the bound cannot become better.
 
@@ -191,21 +288,7 @@ def least_rows(
     if not best.met:
         best.met.append(_known(problem, minimise(problem.time, problem.base)[0]))
     active = sorted({*best.solved, int(best.met[0].rows.argmax())})
-    solved = False
-    for _ in range(rounds):
-        mixture = _next(problem, best, active, _fullest_on_average, solved)
-        if mixture is None:
-            break
-        price, value = mixture
-        costs = weighted_sum(list(price.values()), [best.solved[row] for row in price])
-        choice, least = minimise(costs, problem.base)
-        if least > best.bound:
-            best.bound, best.price = least, price
-        solved = costs.of(choice, problem.base) >= value * (1 - CLOSE)
-        best.met.append(_known(problem, choice))
-        if best.met[-1].rows.max() <= enough:
-            break
-    return best
+    return _raised(problem, minimise, best, active, _fullest_on_average, rounds=rounds, enough=enough)
 
 
 def _fullest_on_average(taken: Floats) -> Mixture:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby, product
 
@@ -48,6 +48,11 @@ class Forms:
         stay = {layer.name for layer in graph.layers if layer.end} | set(fixed)
         layers = {layer.name: layer for layer in graph.layers}
         return Forms(forms, recomputable(graph), layers, devices, frozenset(stay), graph.unfed)
+
+    @property
+    def saved(self) -> Forms:
+        """Those of these forms that do not recompute."""
+        return replace(self, offered=tuple(form for form in self.offered if not form[0]))
 
     def of_layer(self, name: str, config: Config, form: Form) -> Config:
         """The configuration in a form, as far as the layer can have it."""
@@ -101,7 +106,9 @@ class Variants:
         return Variants(configs, bases, base)
 
     def recomputed(self, forms: Forms) -> Variants:
-        """These variants, and each of them recomputed where its layer can be."""
+        """These variants, and each of them recomputed where its layer can be and that is offered."""
+        if forms.saved.offered == forms.offered:
+            return self
         may = forms.recomputable - forms.fixed
         both = {
             name: [*these, *(config.saving(recompute=True, states=config.states) for config in these if name in may)]

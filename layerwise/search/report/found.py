@@ -106,15 +106,11 @@ def as_dict(
 ) -> dict[str, Any]:
     """Everything as JSON values: seconds and bytes; bytes are a step's, summed over devices; memory is one device's."""
     best, optimum, model = result.best, result.optimum, result.best.model
-    return {
-        "model": name,
-        "gpus": model.devices.count,
+    return price_dict(best, result.baselines, name) | {
         "gpus_per_node": model.devices.devices_per_node,
         "profile": model.devices.name,
-        "batch": model.graph.batch,
         "io": model.options.io,
         "chosen": best.name,
-        **costs_json(best),
         "samples_per_s": model.graph.batch / best.timeline.total_s,
         "memory_capacity_bytes": model.devices.processor.memory_bytes,
         "memory_limit_bytes": result.memory_bytes,
@@ -122,10 +118,7 @@ def as_dict(
         "least_memory_bound_bytes": None if result.least is None else result.least.lower_bound_bytes,
         "without_limit": None if result.within is None else costs_json(result.unlimited),
         "memory_prices": [] if result.within is None else result.within.prices,
-        "baselines": {n: costs_json(c) for n, c in result.baselines.items()},
-        **strategy_json(best),
         "whole": whole_shares(best),
-        "layers": {n: layer_json(p) for n, p in best.price.layers.items()},
         "additive_optimum": {"step_time_s": result.additive.price.step_time_s, **strategy_json(result.additive)},
         "optimal": optimum.proven,
         "lower_bound_s": optimum.lower_bound_s,

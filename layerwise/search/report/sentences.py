@@ -13,7 +13,7 @@ from layerwise.geometry.arrays import Mask
 from layerwise.ops.base import Role
 from layerwise.quantities import interval, units
 from layerwise.search.remedies import Remedy
-from layerwise.search.result import Candidate, SearchResult, error_between, timeline_s
+from layerwise.search.result import Candidate, SearchResult, error_between
 
 
 def conclusion(result: SearchResult) -> Iterator[str]:
@@ -73,9 +73,10 @@ def unequal_lines(result: SearchResult) -> Iterator[str]:
     idle = _idle(best)
     if idle.any():
         who = f"device{'s' * (int(idle.sum()) > 1)} {' and '.join(map(str, np.flatnonzero(idle).tolist()))}"
+        data_s = result.baselines["data"].timeline.total_s
         yield (
             f"{int((~idle).sum())} of {len(idle)} devices are used: {who} would make a step slower, "
-            f"{units(timeline_s(result.baselines['data']), 's')} by data parallelism instead of {units(step_s, 's')}."
+            f"{units(data_s, 's')} by data parallelism instead of {units(step_s, 's')}."
         )
 
 
@@ -91,12 +92,12 @@ def _idle(c: Candidate) -> Mask:
 def overlap_lines(result: SearchResult) -> Iterator[str]:
     """A line on how far the chosen step with overlap is at most from the best."""
     if (bound_s := result.overlap_bound_s) and result.best.fits:
-        step_s = timeline_s(result.best)
+        step_s = result.best.timeline.total_s
         gap = step_s / bound_s - 1
         found, least = units(step_s, "s"), units(bound_s, "s")
         if (ddp := result.by_ddp).bucket_bytes != result.best.bucket_bytes:
             size = f"{result.best.bucket_bytes / 2**20:.0f} MiB"
-            slower = units(timeline_s(ddp), "s")
+            slower = units(ddp.timeline.total_s, "s")
             yield f"Gradients travel in buckets of {size}; in those of DistributedDataParallel a step takes {slower}."
         yield f"With overlap: {found}; no strategy of the space is below {least} ({gap:.1%})."
 
@@ -184,12 +185,12 @@ def limit_lines(result: SearchResult) -> Iterator[str]:
     within, best, free = result.within, result.best, result.unlimited
     if within is None or not best.fits:
         return
-    have, need = units(within.limit_bytes, "B"), units(free.price.memory_bytes, "B")
+    have, need = units(result.memory_bytes, "B"), units(free.price.memory_bytes, "B")
     gain = faster(best.timeline.total_s / free.timeline.total_s - 1)
     yield f"The limit of {have} a device binds: a plan that needs {need} ({free.name}) would {gain}."
     for price in within.prices:
         if price.s_per_byte > 0:
-            yield price_line(price.s_per_byte, price.device, price.instant, within.limit_bytes)
+            yield price_line(price.s_per_byte, price.device, price.instant, result.memory_bytes)
     yield from choices(best.strategy.values())
 
 

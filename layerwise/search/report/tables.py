@@ -23,7 +23,7 @@ from layerwise.search.plot import step
 from layerwise.search.plot.blocks import blocks
 from layerwise.search.plot.devices import draw
 from layerwise.search.plot.looks import PARTS
-from layerwise.search.result import Candidate, SearchResult, drawn
+from layerwise.search.result import Candidate, drawn
 
 NARROW_NAME, NARROW_KINDS = 16, 32  # characters a line, on a terminal without room for full names and kinds
 NUMBERS = (Column("devices", "#"), *(Column(name, "s") for name in COLUMNS), Column("memory", "B"))
@@ -231,25 +231,14 @@ def _curve_row(point: Point) -> tuple[Value, ...]:
     if best is None:
         least = result.best.price.memory_bytes if result.least is None else result.least.bytes
         return point.limit_bytes, least, "at least", *[None] * 4, "none fits"
+    optimum, configs = result.optimum, best.strategy.values()
     return (
         point.limit_bytes,
         best.price.memory_bytes,
         best.price.step_time_s,
         best.timeline.total_s,
         best.timeline.total_s / result.unlimited.timeline.total_s,
-        _count(best, "recompute"),
-        _count(best, "states"),
-        proof(result),
+        sum(config.recompute for config in configs),
+        sum(config.states != "replicated" for config in configs),
+        "proven" if optimum.proven else f"gap {optimum.cost_s / optimum.lower_bound_s - 1:.2%}",
     )
-
-
-def _count(best: Candidate | None, what: str) -> int:
-    """The number of layers that are recomputed, or have sharded states."""
-    configs = [] if best is None else best.strategy.values()
-    return sum(c.recompute if what == "recompute" else c.states != "replicated" for c in configs)
-
-
-def proof(result: SearchResult) -> str:
-    """The word for the additive optimum: proven, or its gap."""
-    optimum = result.optimum
-    return "proven" if optimum.proven else f"gap {optimum.cost_s / optimum.lower_bound_s - 1:.2%}"

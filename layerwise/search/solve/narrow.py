@@ -9,7 +9,6 @@ optimum if its own transfers are exact; if not, they are made exact, and the sea
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -32,22 +31,15 @@ ROUNDS = 8  # of looking for the devices that limit the best strategy
 Configs = Mapping[str, tuple[Config, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class Narrowed:
-    """Tables of what is left, and the cost of the best strategy so far."""
-
-    tables: CostTables  # with lower bounds for transfers
-    upper_s: float
-    bounding_s: float  # time of the message passing
-
-
 def narrow(
     model: CostModel, configs: Configs, named: Sequence[Mapping[str, Config]], progress: Progress | None = None
-) -> Narrowed:
-    """Drops the configurations that no optimum contains; `named` are known strategies."""
+) -> tuple[CostTables, float]:
+    """Tables of the configurations that an optimum may contain, with lower bounds for transfers, and the cost of the
+    best strategy so far. named: known strategies.
+    """
     check_room(model, configs)
     upper_s = min(map(model.step_s, named), default=np.inf)
-    left, bounding_s = None, 0.0
+    left: CostTables | None = None
     # The first device has a cell in every configuration; for the inner device see `telling_devices`.
     for watched in ((0,), (model.devices.count // 3,), None):
         if left is not None and max(map(len, configs.values())) <= FEW:
@@ -56,16 +48,14 @@ def narrow(
         if left is not None:
             raised_s = {edge: np.maximum(cost, tables.transfer[edge]) for edge, cost in left.transfer.items()}
             tables = replace(tables, transfer=raised_s)
-        started = time.perf_counter()
         bounds = Messages(tables.transfer, list(configs)).bounds(tables.node, SWEEPS)
-        bounding_s += time.perf_counter() - started
         upper_s = min(upper_s, model.step_s(strategy_of(configs, bounds.choice)))
         if not np.isfinite(upper_s):
             raise LayerwiseError("every strategy takes infinitely long: check the profile's latencies and rates")
-        left = restrict(tables, {name: lower_s <= upper_s * SLACK for name, lower_s in bounds.lower_s.items()})
+        left = restrict(tables, bounds.within(upper_s))
         configs = left.configs
     assert left is not None
-    return Narrowed(left, upper_s, bounding_s)
+    return left, upper_s
 
 
 def check_room(model: CostModel, configs: Configs) -> None:
@@ -111,15 +101,14 @@ def exact_optimum(
 ) -> tuple[CostTables, Optimum]:
     """The cheapest strategy, and the tables over the remaining configurations.
 
-    Transfers may be lower bounds: the optimum's are made exact, and what is learned stays in `tables`.
+    Transfers may be lower bounds: the optimum's are made exact, until it is the optimum of exact ones.
     """
     while True:
-        keep = by_edge_cost(tables, upper_s)
-        small = restrict(tables, keep)
-        found = eliminate(small, memory_bytes)
-        kept = {name: np.flatnonzero(mask) for name, mask in keep.items()}
-        if not raised(model, tables, {name: int(kept[name][i]) for name, i in found.choice.items()}):
-            return small, found
+        bounds = Messages(tables.transfer, list(tables.node)).bounds(tables.node, SWEEPS)
+        tables = restrict(tables, bounds.within(upper_s))
+        found = eliminate(tables, memory_bytes)
+        if not raised(model, tables, found.choice):
+            return tables, found
 
 
 def raised(model: CostModel, tables: CostTables, choice: Mapping[str, int]) -> bool:
@@ -151,34 +140,6 @@ def node_costs(model: CostModel, configs: Configs) -> dict[str, Floats]:
     return {layer.name: model.node_cost(layer, configs[layer.name]).total for layer in model.graph.layers}
 
 
-def by_edge_cost(tables: CostTables, upper_s: float) -> Keep:
-    """Masks (C_l,) of configurations that may be part of a strategy of at most `upper_s`; no better one is dropped.
-
-    It counts a layer's transfers to the cheapest partner on its own edges, and the cheapest pair elsewhere. It repeats
-    over what is left while that pays, as each dropped configuration may raise the others' bounds.
-    """
-    keep: Keep = {name: np.ones(len(cost), bool) for name, cost in tables.node.items()}
-    own, pairs = dict(tables.node), dict(tables.transfer)  # of the remaining configurations
-    count = sum(map(len, own.values()))
-    while True:
-        extra = {name: cost - cost.min() for name, cost in own.items()}  # beyond the cheapest, transfers included
-        floor = sum(float(cost.min()) for cost in own.values())
-        for (u, v, _), cost in pairs.items():
-            to, back = cost.min(1), cost.min(0)
-            least = to.min()
-            floor += float(least)
-            extra[u] += to - least
-            extra[v] += back - least
-        left = {name: floor + cost <= upper_s * SLACK for name, cost in extra.items()}
-        for name, these in left.items():
-            keep[name][keep[name]] = these
-        before, count = count, sum(int(these.sum()) for these in left.values())
-        if count > before * PAYS:
-            return keep
-        own = {name: cost[left[name]] for name, cost in own.items()}
-        pairs = {e: cost[left[e[0]]][:, left[e[1]]] for e, cost in pairs.items()}
-
-
 def restrict(tables: CostTables, keep: Keep) -> CostTables:
     """The tables over the kept configurations."""
     return CostTables(
@@ -198,6 +159,10 @@ class Bounds:
 
     lower_s: dict[str, Floats]  # (C_l,) for each layer: of every strategy with the configuration
     choice: dict[str, int]  # a good strategy's indices, decoded from the same messages
+
+    def within(self, upper_s: float) -> Keep:
+        """Masks (C_l,) of configurations that may be part of a strategy of at most `upper_s`."""
+        return {name: lower_s <= upper_s * SLACK for name, lower_s in self.lower_s.items()}
 
 
 class Messages:

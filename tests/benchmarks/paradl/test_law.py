@@ -13,12 +13,13 @@ from torch import nn
 from benchmarks.paradl.facts import facts_of
 from benchmarks.paradl.project import case_of, project
 from layerwise.cost.model import CostOptions
+from layerwise.cost.price import price
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer_graph import LayerGraph
 from layerwise.importers.load import load_model
 from layerwise.importers.torch.from_torch import from_torch
 from layerwise.machine import LinkLevel, Profile, load
-from layerwise.oracle.phases import Phases, price_plan
+from layerwise.oracle.phases import Phases, phases_of
 from layerwise.oracle.question import Oracle, Question
 from layerwise.oracle.strategies import Wishes, strategy
 from tests.examples import examples
@@ -104,7 +105,6 @@ def test_phases_of_a_searched_plan_are_its_step() -> None:
     shape = oracle.shapes("filter", 4)[0]
     plain = strategy(model.graph, "filter", shape)
     again = {name: replace(c, recompute=name != model.graph.inner[-1].name) for name, c in plain.items()}
-    for plan in (plain, again):
-        found = price_plan(model, shape, plan)
-        assert found.phases.total_s == pytest.approx(found.price.step_time_s)
-    assert found.phases.compute_s > price_plan(model, shape, plain).phases.compute_s
+    once, twice = (phases_of(model, plan) for plan in (plain, again))
+    assert [p.total_s for p in (once, twice)] == pytest.approx([price(model, s).step_time_s for s in (plain, again)])
+    assert twice.compute_s > once.compute_s

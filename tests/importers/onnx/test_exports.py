@@ -45,7 +45,10 @@ def shapes(graph: LayerGraph) -> list[object]:
     return [(la.name, la.op.kind, la.inputs, la.parameters, la.out.dims, la.out.shape) for la in graph.layers]
 
 
-@pytest.mark.parametrize("name", ZOO)
+SLOW = ("densenet121",)  # the Inceptions have its operators
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in ZOO])
 def test_zoo(name: str) -> None:
     """Opset 9, batch 1 baked into reshapes, weights from ConstantOfShape and Unsqueeze."""
     path = LIGHT / f"light_{name}.onnx"

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 from layerwise.cost.additive import Choice, Costs, Moved
 from layerwise.geometry.arrays import Floats
-from layerwise.search.priced.additive import Minimise, Problem, by_elimination, by_messages
 from layerwise.search.priced.limited import fastest_within
 from layerwise.search.priced.moves import Together, lightest
-from layerwise.search.priced.prices import least_rows, simplex
+from layerwise.search.priced.prices import Minimise, Problem, by_elimination, by_messages, least_rows, simplex
 from tests.examples import examples
 from tests.search.problems import Random, random_problems
 

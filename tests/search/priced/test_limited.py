@@ -141,9 +141,10 @@ def test_what_a_limit_costs_is_told_of_the_best_without_it() -> None:
     assert limited.unlimited.timeline.total_s == free.best.timeline.total_s
 
 
-def test_fixed_layers_stay_as_they_are_under_a_limit() -> None:
+@pytest.mark.parametrize("recompute", [False, True])
+def test_fixed_layers_stay_as_they_are_under_a_limit(recompute: bool) -> None:
     model = mlp("64x256x64", 8)
-    fixed = {layer.name: Config.of({"n": 4}) for layer in model.graph.inner[:1]}
+    fixed = {layer.name: replace(Config.of({"n": 4}), recompute=recompute) for layer in model.graph.inner[:1]}
     space = SearchSpace(4, fixed=tuple(fixed.items()))
     free = search(model, space)
     limit = 0.8 * free.best.price.memory_bytes

@@ -1,33 +1,147 @@
-"""Cuts: lower bounds of a step with overlap, each additive over layers and edges.
+"""The simulated step with overlap: a lower bound of all strategies, and moves from the best ones found so far.
 
 Device 0 has a cell in every configuration, so its clock adds up all that it computes and all that is sent in line. At
 any point of the backward pass, the later traffic of its port (sums of gradients that are not complete yet, gradients of
 inputs that are not issued yet) is sent one after the other, and the optimizer waits for it. So a step takes at least
 the in-line part, the computation before that point, and the port's load after it (docs/explanation/search_and_proof.md
-has the proof). A *row* is one such point.
+has the proof). A *row* is one such point, additive over layers and edges.
+
+Minimizing the largest row is a matrix game, like that of memory (`priced.prices.least_rows`): elimination minimizes a
+mixture of rows, and no simulated step is below that. Moves choose from what the bound leaves of each layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple
+from functools import cached_property, partial
+from itertools import islice
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
 from layerwise.config import distinct_cells
 from layerwise.cost.additive import Choice, Costs, Moved, edges_of
 from layerwise.cost.collectives import GroupShape, least_rate
-from layerwise.cost.model import CostModel, EdgeName
+from layerwise.cost.memory.rows import byte_rows
+from layerwise.cost.memory.step import fullest_bytes
+from layerwise.cost.model import Configs, CostModel, EdgeName
 from layerwise.cost.terms import COMPUTE, LAYER_TERMS, Collective, gradients_of, shares_of
+from layerwise.cost.transfer import telling_devices
 from layerwise.geometry.arrays import Floats, Ints
 from layerwise.graph.layer import Layer
 from layerwise.machine.curves import Operation
 from layerwise.ops.base import Role
 from layerwise.partition.ahead import begun_before
 from layerwise.partition.buckets import BUCKET_BYTES
-from layerwise.search.priced.variants import Variants
+from layerwise.search.priced.choose import Seen
+from layerwise.search.priced.moves import Goal, Moves
+from layerwise.search.priced.prices import Problem, by_elimination, by_messages, least_rows
+from layerwise.search.priced.variants import Forms, Strategy, Variants
+from layerwise.search.solve.eliminate import sums_of
+
+Effort = Literal["quick", "normal", "thorough"]
+EFFORTS: tuple[Effort, ...] = get_args(Effort)
+SIMULATIONS: Mapping[Effort, int] = {"quick": 0, "normal": 80, "thorough": 1000}
+PATIENCE: Mapping[Effort, int] = {"quick": 0, "normal": 8, "thorough": 200}  # simulations without a gain
+STARTS = 2  # strategies from which moves start
+NEAR = 0.01  # of the best step: starts further away are skipped
+GAIN = 0.005  # of the step: moves that gain less are skipped
+ROUGH = 8  # rounds of messages over the full space
+MET = 8  # of the strategies that eliminations met, those to simulate
+ENTRIES = 5e7  # in all tables of edges (VGG-16 on 1,024 GPUs: 3e7): beyond that, nothing is done
+CLOSELY = 1e7  # of those left by the first bound: beyond that, no second bound and no moves
+WORK = 2e7  # sums of an elimination: beyond that, messages bound as well as they can
+
+
+def overlapped(
+    model: CostModel,
+    configs: Configs,
+    known: Sequence[Strategy],
+    step_s: Callable[[Strategy], float],
+    forms: Forms | None = None,
+    *,
+    effort: Effort = "normal",
+    limit: float = np.inf,
+    memory_bytes: float = 2.0**31,
+) -> tuple[list[Strategy], float]:
+    """The strategies that moves reach, fastest first, and a lower bound of all simulated steps in the space.
+
+    If its tables would be too large, it makes no moves; if far too large, the bound is 0.
+
+    Args:
+        model: The network on its machine.
+        configs: The configurations of every layer.
+        known: Strategies of the space that fit, fastest first.
+        step_s: The simulated step of a strategy.
+        forms: Forms that layers may have. Recomputation lowers no row, so bounds need not know it.
+        effort: How many steps to simulate.
+        limit: Bytes that no device may exceed.
+        memory_bytes: Bytes of a search table.
+    """
+    space = Variants.grouped(configs) if forms is None else Variants.of(configs, forms.saved)
+    if _entries(model, space) > ENTRIES:
+        return [], 0.0
+    upper = step_s(known[0])
+    rough = _problem(Cuts(model, space), step_s)
+    game = least_rows(rough, by_messages, rounds=ROUGH)
+    keep = game.possible(rough.base, upper)
+    for strategy in known:
+        for name, config in strategy.items():
+            saved = config.saving(recompute=False, states=config.states)
+            known_as = config if forms is None or name in forms.fixed else saved
+            keep[name][space.places[name][known_as]] = True
+    small = space.restrict(keep) if forms is None else space.restrict(keep).recomputed(forms)
+    if _entries(model, small) > CLOSELY:
+        return [], min(max(game.bound, 0.0), upper)
+    cuts = Cuts(model, small, telling_devices(model.devices))
+    sums = sums_of({name: len(base) for name, base in small.bases.items()}, (edge[:2] for edge in model.graph.edges()))
+    minimise = by_elimination(memory_bytes) if sums <= WORK else by_messages
+    problem = _problem(cuts, step_s)
+    game = least_rows(problem, minimise)
+    mean, seconds = game.charge, problem.peak
+    seen = None if limit == np.inf else _fitting(model, small, mean, limit)
+    goal = Goal(
+        value=seconds,
+        guide=lambda _: mean,
+        rows=True,
+        limit=seen,
+        swaps=True,
+        neighbours=True,
+        gain=GAIN,
+        misses=PATIENCE[effort],
+    )
+    met = game.lightest(MET if SIMULATIONS[effort] else 0)
+    starts = [*map(small.choice, known), *(one.choice for one in met if one.rows.max() < upper)]
+    moves = Moves(problem, partial(small.together, model, runs=True), edges=model.graph.edges())
+    left, ends = SIMULATIONS[effort], dict[float, Choice]()
+    fitting = (start for start in sorted(starts, key=seconds) if seen is None or seen.fits(start))
+    for start in islice(fitting, STARTS):
+        if seconds(start) < min(ends, default=np.inf) * (1 + NEAR):
+            end = moves.descend(start, goal, left)
+            left, ends[seconds(end)] = moves.left, end
+    return [small.strategy(ends[end_s]) for end_s in sorted(ends)], min(max(game.bound, 0.0), upper)
+
+
+def _fitting(model: CostModel, space: Variants, time: Costs, limit: float) -> Seen:
+    """The choices that fit into a device's memory."""
+    rows = byte_rows(model, space.configs, space.base)
+
+    def peak(choice: Choice) -> float:
+        return fullest_bytes(model, space.strategy(choice))
+
+    return Seen(Problem(time, space.base, rows.row, rows.rows, rows.changes, peak), limit)
+
+
+def _entries(model: CostModel, space: Variants) -> int:
+    """The numbers in all tables of edges."""
+    return sum(len(space.bases[u]) * len(space.bases[v]) for u, v, _ in model.graph.edges())
+
+
+def _problem(cuts: Cuts, step_s: Callable[[Strategy], float]) -> Problem:
+    last = cuts.row(len(cuts.points) - 1)
+    base, step = cuts.space.base, lambda choice: step_s(cuts.space.strategy(choice))
+    return Problem(last, base, cuts.row, cuts.rows, cuts.changes, step)
 
 
 class _Point(NamedTuple):
