@@ -9,6 +9,7 @@ from onnx import TensorProto, helper
 
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer_graph import LayerGraph
+from layerwise.importers.load import load_network
 from layerwise.importers.onnx.from_onnx import from_onnx
 from tests.importers.onnx.compute import compute, info, node, random, tensor, weights_of, write
 
@@ -207,6 +208,22 @@ def test_weights_from_constants(tmp_path: Path) -> None:
     weights = weights_of(path)
     assert weights[graph["Conv_0"].parameters[0]].shape == (16, 3, 3, 3)
     assert weights[graph["Add_0"].parameters[0]].shape == (16, 1, 1)
+
+
+def test_values_are_those_of_the_batch(tmp_path: Path) -> None:
+    """A number for each sample has as many rows as there are samples, though the file leaves the batch open."""
+    nodes = [
+        node("Shape", "x", out="shape"),
+        node("Gather", "shape", "zero", out="n"),
+        node("Range", "zero", "n", "one", out="numbers"),
+        node("Cast", "numbers", out="real", to=TensorProto.FLOAT),
+        node("Reshape", "real", "column", out="rows"),
+        node("Add", "x", "rows", out="y"),
+    ]
+    stored = [tensor("zero", 0), tensor("one", 1), tensor("column", [-1, 1])]
+    network = load_network(str(write(tmp_path / "m.onnx", nodes, ["N", 4], stored)), 3)
+    (name,) = network.graph["Add_0"].parameters
+    assert np.asarray(network.value(name)).ravel().tolist() == [0, 1, 2]
 
 
 def test_a_mask_is_no_parameter(tmp_path: Path) -> None:
