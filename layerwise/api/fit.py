@@ -127,6 +127,8 @@ def fit(
         raise LayerwiseError("fit feeds whole samples: leave out io=, or write the loop with BoxLoader")
     if resume and checkpoint is None:
         raise LayerwiseError("resume=True needs checkpoint=FOLDER")
+    if checkpoint is not None and not resume and (saved := checkpoints.latest(checkpoint)) is not None:
+        raise LayerwiseError(f"there is a checkpoint already, {saved}: go on from it with resume=True, or name another")
     train = feed(data, "data", loss, workers)
     evaluation = None if held_out is None else feed(held_out, "held_out", loss, workers)
     if evaluation is not None and not len(evaluation.dataset):
@@ -148,11 +150,17 @@ def fit(
     arithmetic = nullcontext() if autocast is None else torch.autocast(device.type, autocast)
     # A last batch of less than half joins the one before: so all ranks have a part of it.
     epoch_of = partial(shuffled, count, plan.batch, max(-(-plan.batch // 2), least(plan)), options.seed)
-    facts = {"samples": count, "batch": plan.batch, "seed": options.seed, "steps an epoch": len(epoch_of(0))}
+    facts = {"samples": count, "batch": plan.batch, "seed": options.seed, "steps an epoch": (each := len(epoch_of(0)))}
     resumed = checkpoints.resume(checkpoint, module, built, facts) if resume and checkpoint is not None else None
-    done = int(resumed[1]["epochs"]) if resumed is not None else 0
-    if resumed is not None and schedule is not None:
-        schedule.load_state_dict(resumed[1]["scheduler"])
+    done = 0
+    if resumed is not None:
+        path, progress = resumed
+        done, within = divmod(int(progress["steps"]), each)
+        if within or ("scheduler" in progress) != (schedule is not None):
+            what = "within an epoch" if within else f"with{'out' * (schedule is not None)} a scheduler"
+            raise LayerwiseError(f"checkpoint {path} was saved {what}, from which fit cannot go on: train anew")
+        if schedule is not None:
+            schedule.load_state_dict(progress["scheduler"])
     fitted, printing = Fitted(module, built), comm.rank == 0 and options.verbose
     for epoch in range(done, epochs):
         batches, began, total = epoch_of(epoch), time.perf_counter(), torch.zeros((), dtype=torch.float64)
@@ -189,7 +197,7 @@ def fit(
             console().print(f"epoch {epoch + 1}/{epochs}  loss {mean:.6g}  {found}{rate}", soft_wrap=True)
         if checkpoint is not None:
             state = {} if schedule is None else {"scheduler": schedule.state_dict()}
-            checkpoints.save(checkpoint, module, built, {**facts, "epochs": epoch + 1, **state})
+            checkpoints.save(checkpoint, module, built, {**facts, "steps": (epoch + 1) * each, **state})
     if plain:
         restore(module)
     return fitted

@@ -162,6 +162,10 @@ def test_going_on_from_a_checkpoint(tmp_path: Path) -> None:
     rest = layerwise.fit(again, *args, epochs=3, checkpoint=tmp_path, resume=True, **how)
     assert losses(rest) == losses(whole)[1:]
     assert apart(again.state_dict(), at_once.state_dict()) == 0.0
+    with pytest.raises(LayerwiseError, match=r"there is a checkpoint already, .*: go on from it with resume=True"):
+        layerwise.fit(network(), *args, checkpoint=tmp_path, **how)
+    with pytest.raises(LayerwiseError, match="was saved with a scheduler, from which fit cannot go on"):
+        layerwise.fit(network(), *args, epochs=4, checkpoint=tmp_path, resume=True, **how | {"scheduler": None})
     how["options"] = layerwise.ParallelOptions(measure_s=0, verbose=False, seed=1)
     with pytest.raises(LayerwiseError, match="was trained with seed 0, but here it is 1"):
         layerwise.fit(again, *args, epochs=3, checkpoint=tmp_path, resume=True, **how)

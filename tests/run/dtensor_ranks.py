@@ -440,3 +440,17 @@ def moved(comm: Comm, cuts: Cuts) -> None:
     frozen.requires_grad_()
     steps(model, torch.optim.SGD(model.parameters(), 0.05), "nothing", 3, 4)
     assert not torch.equal(kept, frozen.full_tensor())
+
+
+def drawn(comm: Comm, cuts: Cuts) -> str | tuple[Tensor, Tensor]:
+    """Dropout of a parameter, whose square's gradient is 8 p or 0; or the refusal of a PyTorch that cannot."""
+    torch.manual_seed(100 + comm.rank)
+    p = made(comm, cuts).get_parameter("first.weight")
+    try:
+        total = nn.functional.dropout(p, 0.5).square().sum()
+    except LayerwiseError as error:
+        return str(error)
+    total.backward()
+    assert isinstance(p, DTensor)
+    assert isinstance(p.grad, DTensor)
+    return total.detach(), p.grad.full_tensor() / p.detach().full_tensor()

@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from layerwise.run.state.plan_dtensor import DISPATCHES
 from tests.comm.pool import run_ranks
 from tests.run import dtensor_ranks
 from tests.run.dtensor_ranks import GATHERED, OPTIMIZERS, PLANS, SHARDED, original, steps
@@ -205,3 +206,15 @@ def test_dcp_reads_layerwises_checkpoints(tmp_path: Path, optimizer: str) -> Non
 def test_a_whole_state_dict_is_taken(name: str) -> None:
     ranks, cuts = PLANS[name]
     run_ranks(ranks, f"{STATES}given", cuts, single("sgd", "nothing", 1)[1])
+
+
+def test_random_numbers_beside_a_parameter_are_rank_0s() -> None:
+    """Before PyTorch 2.13 they are refused where a gradient is wanted, as autograd would need them again."""
+    first, second = run_ranks(2, f"{HERE}drawn", PLANS["filters"][1])
+    if not DISPATCHES:
+        assert first == second
+        assert "dropout draws random numbers beside a parameter that the plan splits" in first
+        return
+    assert torch.equal(first[0], second[0])
+    assert torch.equal(first[1], second[1])
+    assert set(first[1].round(decimals=9).flatten().tolist()) == {0.0, 8.0}

@@ -245,21 +245,28 @@ def _followed(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> A
     if any(not isinstance(x, DTensor) for x in tensors):
         return _in_full(func, args, kwargs, tensors)
     first = next(x for x in tensors if isinstance(x, PlanDTensor))
-    random = None if DISPATCHES else _random(first.device).get_rng_state()
+    before = [] if DISPATCHES else _random_states(first.device, args, kwargs)
     result, mesh, mean = _dispatched(func, args, kwargs), all_ranks(first), cast(Any, _Mean.apply)
-    if random is not None and any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(result)):
-        _random(first.device).set_rng_state(random)  # autograd's formulas would not come to the class
-        return _in_full(func, args, kwargs, tensors)
+    if not DISPATCHES and any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(result)):
+        if not all(map(torch.equal, before, _random_states(first.device, args, kwargs))):
+            raise LayerwiseError(
+                f"{func.__name__} draws random numbers beside a parameter that the plan splits, whose gradient needs "
+                f"PyTorch 2.13, and this is {torch.__version__}: update it, or draw without the parameter"
+            )
+        return _in_full(func, args, kwargs, tensors)  # autograd's formulas would not come to the class
     return tree_map(lambda x: mean(x, mesh) if type(x) in (Tensor, PartView) and x.requires_grad else x, result)
 
 
 def _in_full(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
     full = {id(x): _Full.apply(x) for x in tensors if isinstance(x, PlanDTensor)}  # type: ignore[no-untyped-call]
-    return func(*tree_map(lambda x: full.get(id(x), x), args), **tree_map(lambda x: full.get(id(x), x), kwargs))
+    args, kwargs = tree_map(lambda x: full.get(id(x), x), (args, kwargs))
+    return func(*args, **kwargs)
 
 
-def _random(device: torch.device) -> Any:
-    return torch.cuda if device.type == "cuda" else torch.random
+def _random_states(device: torch.device, args: Any, kwargs: Any) -> list[Tensor]:
+    """Returns the states of the generators that a function may draw from."""
+    default = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.random.get_rng_state()
+    return [default, *(x.get_state() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Generator))]
 
 
 def _shard_of(rank: int, tensor: DTensor) -> DTensor:
