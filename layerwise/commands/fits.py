@@ -36,7 +36,7 @@ from layerwise.importers.load import HELP, load_model, names_code, network_of
 from layerwise.importers.named_code import called
 from layerwise.importers.sizes import CalledGraph, Resizable, sizes_of_model, sizes_of_module
 from layerwise.importers.with_loss import LOSSES, model_with
-from layerwise.machine import DEFAULT, load, precision
+from layerwise.machine import DEFAULT, MAX_GPUS, load, precision
 from layerwise.quantities import parse_bytes
 from layerwise.search.fits import FitQuestion, Fits, fits
 
@@ -153,6 +153,8 @@ def memory(
     """
     from layerwise.importers.torch.read.arguments import call_of
 
+    if not 1 <= gpus <= MAX_GPUS:
+        raise LayerwiseError(f"gpus={gpus} is not a whole number from 1 to {MAX_GPUS:,}")
     profile = load(gpu)
     profile.check_equal("fits")
     profile.processor.peak(dtype)

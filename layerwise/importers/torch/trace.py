@@ -74,7 +74,7 @@ def import_module(
 
     after: an earlier call, which has changed numbers. fixed: as `import_program` has it.
     """
-    with unchanged(model):
+    with TRACING, unchanged(model):
         if after is not None:
             put_back(model, after.after)
         before = numbers(model)
@@ -108,7 +108,6 @@ def _export(
     effects = UntracedEffects()
     try:
         with (
-            TRACING,
             unlogged(),
             warnings.catch_warnings(action="ignore"),
             redirect_stderr(cast("IO[str]", _Unprinted())),  # a half-traced graph

@@ -43,7 +43,7 @@ class Problem:
     rows: Callable[[Choice], Floats]  # (R,) the bytes of a choice in every row
     changes: Callable[[Choice, Moved], Floats]  # (n, R) the bytes that each of n moves adds to every row
     simulate: Callable[[Choice], float]  # the peak of a choice, in bytes, which must fit
-    _peaks: dict[tuple[int, ...], float] = field(default_factory=dict)  # a cache
+    _peaks: dict[tuple[int, ...], float] = field(default_factory=dict)  # a cache, also of a copy with other times
 
     def cost(self, choice: Choice) -> float:
         """Seconds of one choice."""
