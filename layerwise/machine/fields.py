@@ -59,7 +59,7 @@ class Field:
         return self.value
 
     def choice(self, allowed: Sequence[Name]) -> Name:
-        """One of these strings."""
+        """Returns the string, which must be one of `allowed`."""
         found = next((name for name in allowed if name == self.value), None)
         if found is None:
             raise self.error(f"expected one of {', '.join(allowed)}, found {kind(self.value)}")

@@ -51,7 +51,7 @@ class Forms:
 
     @property
     def saved(self) -> Forms:
-        """Those of these forms that do not recompute."""
+        """Returns the forms that recompute nothing."""
         return replace(self, offered=tuple(form for form in self.offered if not form[0]))
 
     def of_layer(self, name: str, config: Config, form: Form) -> Config:

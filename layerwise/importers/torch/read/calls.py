@@ -108,7 +108,7 @@ def _on_meta(x: Tensor) -> Tensor:
 
 
 def key_of(arguments: Arguments, call: Call) -> Key:
-    """What tells calls' networks apart: tensors' names, shapes, types; other values; lists and dicts to write into."""
+    """Returns a call's key: names, shapes and types of its tensors, other values, lists and dicts to write into."""
     kinds = tuple(type(x).__name__ for x in _containers(arguments.bound(*call)))
     leaves = arguments.named(*call).items()
     each = ((path, tuple(x.shape), x.dtype) if isinstance(x, Tensor) else (path, repr(x)) for path, x in leaves)
